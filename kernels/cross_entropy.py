@@ -1,0 +1,390 @@
+"""Cross-entropy on logits in Triton; the gradient overwrites the logits.
+
+The formulas are those of `reference.py`. One program takes one row of V logits in tiles of BLOCK_V, with fp32 state
+whatever the storage dtype:
+
+    pass 1 reads the row once:   m' = max(m, max z),  l = l * exp(m - m') + sum exp(z - m')   (online softmax)
+    pass 2 reads and writes it:  p_v = exp((z_v - m) - ln l), stored as dloss/dx_v over x_v
+
+m and ln l are kept apart, not added up to lse: a common offset of the logits then cancels exactly.
+
+`forward_rows` is pass 1, `backward_rows` is pass 2 with the upstream gradient folded in, and `forward_backward_rows_`
+is both in one launch, for the chunk loop in `schedules.py`. What is kept from forward to backward: the logits, m and
+ln l (8 N bytes). Traffic: 2 reads and 1 write of the logits.
+
+Online softmax: Milakov and Gimelshein 2018. Gradient over the logits: mgmalek/efficient_cross_entropy, Liger-Kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import reference
+from .reference import LossSums, Objective, Rows
+
+MAX_BLOCK_V = 8192  # 16 warps x 32 lanes x 16 elements: two 16-byte loads of bf16 in flight a lane
+NUM_WARPS = 16
+
+
+@triton.jit
+def _tanh(x):
+    # Near 0 the quotient cancels, so a series takes over; no Triton version lacks these operations.
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp(-2 * tl.abs(x))
+    quotient = (1 - decay) / (1 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def _softcapped(x, softcap, HAS_SOFTCAP: tl.constexpr):
+    z = x.to(tl.float32)
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    return z
+
+
+@triton.jit
+def _statistics(
+    row_ptr,
+    stride_v,
+    V,
+    origin,
+    softcap,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """(m, l, sum (z - origin)) of one row; the last is 0 unless HAS_SMOOTHING."""
+    row_max = -float("inf")
+    row_sum = 0.0
+    total = 0.0
+    columns = tl.arange(0, BLOCK_V)
+    for start in range(0, V, BLOCK_V):
+        mask = columns < V - start
+        x = tl.load(row_ptr + (start + columns).to(tl.int64) * stride_v, mask=mask, other=0.0)
+        z = _softcapped(x, softcap, HAS_SOFTCAP)
+        if HAS_SMOOTHING:
+            total += tl.sum(tl.where(mask, z - origin, 0.0))
+        z = tl.where(mask, z, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(z))
+        # While every logit so far is -inf, -inf - (-inf) would be NaN; any finite anchor gives exp(-inf) = 0.
+        anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp(row_max - anchor) + tl.sum(tl.exp(z - anchor))
+        row_max = new_max
+    return row_max, row_sum, total
+
+
+@triton.jit
+def _write_gradient(
+    row_ptr,
+    drow_ptr,
+    stride_v,
+    dstride_v,
+    V,
+    label,
+    is_kept,
+    row_max,
+    log_sum,
+    scale,
+    label_smoothing,
+    z_loss,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
+    columns = tl.arange(0, BLOCK_V)
+    for start in range(0, V, BLOCK_V):
+        mask = columns < V - start
+        x = tl.load(row_ptr + (start + columns).to(tl.int64) * stride_v, mask=mask, other=0.0)
+        z = _softcapped(x, softcap, HAS_SOFTCAP)
+        gradient = p_scale * tl.exp((z - row_max) - log_sum) - scale * label_smoothing / V
+        gradient -= tl.where(start + columns == label, scale * (1 - label_smoothing), 0.0)
+        if HAS_SOFTCAP:
+            gradient *= 1 - (z / softcap) * (z / softcap)
+        gradient = tl.where(is_kept, gradient, 0.0)
+        tl.store(drow_ptr + (start + columns).to(tl.int64) * dstride_v, gradient, mask=mask)
+
+
+@triton.jit
+def _forward_kernel(
+    logits_ptr,  # [N, V] in: logits, out: dlogits of the summed loss if GRADIENT
+    labels_ptr,  # [N] in
+    losses_ptr,  # [N] fp32 out
+    cross_entropies_ptr,  # [N] fp32 out
+    row_max_ptr,  # [N] fp32 out
+    log_sum_ptr,  # [N] fp32 out
+    stride_n,
+    stride_v,
+    V,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    GRADIENT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # row * stride_n passes 2**31 at the lengths we sweep
+    row_ptr = logits_ptr + row * stride_n
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    is_ignored = label == ignore_index
+    is_kept = (label >= 0) & (label < V) & (label != ignore_index)
+    # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
+    x_label = tl.load(row_ptr + label * stride_v, mask=is_kept, other=0.0)
+    z_label = _softcapped(x_label, softcap, HAS_SOFTCAP)
+
+    # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
+    origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
+    row_max, row_sum, total = _statistics(row_ptr, stride_v, V, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V)
+    log_sum = tl.log(row_sum)
+    cross_entropy = log_sum - (z_label - row_max)
+    loss = cross_entropy
+    if HAS_SMOOTHING:
+        uniform = log_sum - ((origin - row_max) + total / V)
+        loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
+    loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
+    missing = tl.where(is_ignored, 0.0, float("nan"))
+    tl.store(losses_ptr + row, tl.where(is_kept, loss, missing))
+    tl.store(cross_entropies_ptr + row, tl.where(is_kept, cross_entropy, missing))
+    tl.store(row_max_ptr + row, row_max)
+    tl.store(log_sum_ptr + row, log_sum)
+
+    if GRADIENT:
+        _write_gradient(
+            row_ptr,
+            row_ptr,
+            stride_v,
+            stride_v,
+            V,
+            label,
+            is_kept,
+            row_max,
+            log_sum,
+            1.0,
+            label_smoothing,
+            z_loss,
+            softcap,
+            HAS_SOFTCAP,
+            BLOCK_V,
+        )
+
+
+@triton.jit
+def _backward_kernel(
+    logits_ptr,  # [N, V] in
+    dlogits_ptr,  # [N, V] out; may be logits_ptr
+    labels_ptr,  # [N] in
+    row_max_ptr,  # [N] fp32 in
+    log_sum_ptr,  # [N] fp32 in
+    dlosses_ptr,  # [N] fp32 in: upstream gradients
+    stride_n,
+    stride_v,
+    dstride_n,
+    dstride_v,
+    V,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    _write_gradient(
+        logits_ptr + row * stride_n,
+        dlogits_ptr + row * dstride_n,
+        stride_v,
+        dstride_v,
+        V,
+        label,
+        (label >= 0) & (label < V) & (label != ignore_index),
+        tl.load(row_max_ptr + row),
+        tl.load(log_sum_ptr + row),
+        tl.load(dlosses_ptr + row),
+        label_smoothing,
+        z_loss,
+        softcap,
+        HAS_SOFTCAP,
+        BLOCK_V,
+    )
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether the kernels take `tensor`; CPU tensors go to their twins in `reference.py`."""
+    return tensor.is_cuda
+
+
+def forward_rows(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
+    """Row results of `logits` [N, V], which are left alone; `labels` [N] are contiguous."""
+    if not runs_triton(logits):
+        return reference.forward_rows(logits, labels, objective)
+    return _launch_forward(logits, labels, objective, gradient=False)
+
+
+def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
+    """Row results of `logits` [N, V], which are overwritten with the gradient of the summed loss."""
+    if not runs_triton(logits):
+        return reference.forward_backward_rows_(logits, labels, objective)
+    return _launch_forward(logits, labels, objective, gradient=True)
+
+
+def backward_rows(
+    logits: Tensor, labels: Tensor, objective: Objective, rows: Rows, dlosses: Tensor, dlogits: Tensor
+) -> None:
+    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
+    if not runs_triton(logits):
+        return reference.backward_rows(logits, labels, objective, rows, dlosses, dlogits)
+    if logits.shape[0] == 0:
+        return
+    _backward_kernel[(logits.shape[0],)](
+        logits,
+        dlogits,
+        labels,
+        rows.row_max,
+        rows.log_sum,
+        dlosses,
+        *logits.stride(),
+        *dlogits.stride(),
+        logits.shape[1],
+        **_kernel_options(logits, objective),
+    )
+
+
+def _launch_forward(logits: Tensor, labels: Tensor, objective: Objective, *, gradient: bool) -> Rows:
+    rows = Rows.empty(logits.shape[0], logits.device)
+    if logits.shape[0]:
+        _forward_kernel[(logits.shape[0],)](
+            logits,
+            labels,
+            *rows,
+            *logits.stride(),
+            logits.shape[1],
+            GRADIENT=gradient,
+            HAS_SMOOTHING=objective.label_smoothing > 0,
+            **_kernel_options(logits, objective),
+        )
+    return rows
+
+
+def _kernel_options(logits: Tensor, objective: Objective) -> dict:
+    return {
+        "ignore_index": objective.ignore_index,
+        "label_smoothing": float(objective.label_smoothing),
+        "z_loss": float(objective.z_loss),
+        "softcap": float(objective.softcap or 1.0),
+        "HAS_SOFTCAP": objective.softcap is not None,
+        "BLOCK_V": min(triton.next_power_of_2(logits.shape[1]), MAX_BLOCK_V),
+        "num_warps": NUM_WARPS,
+    }
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, objective, may_overwrite):
+        rows = forward_rows(logits, labels, objective)
+        ctx.save_for_backward(logits, labels, rows.row_max, rows.log_sum)
+        ctx.objective = objective
+        ctx.may_overwrite = may_overwrite
+        ctx.mark_non_differentiable(rows.cross_entropies)
+        return rows.losses, rows.cross_entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses, _):
+        logits, labels, row_max, log_sum = ctx.saved_tensors  # raises if the logits were overwritten since forward
+        dlogits = logits if ctx.may_overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        rows = Rows(losses=None, cross_entropies=None, row_max=row_max, log_sum=log_sum)
+        backward_rows(logits, labels, ctx.objective, rows, dlosses.contiguous(), dlogits)
+        if ctx.may_overwrite and runs_triton(logits):
+            # Autograd does not see a Triton store: whoever saved these logits must now raise, not read gradients.
+            torch.autograd.graph.increment_version(logits)
+        return dlogits, None, None, None
+
+
+def _may_overwrite(logits: Tensor) -> bool:
+    """False for leaves, views of leaves, and elements that share memory: their gradient goes to a fresh buffer."""
+    owner = logits if logits._base is None else logits._base
+    reach = 0  # of the inner dimensions, in elements
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return not owner.is_leaf
+
+
+def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Losses [N] with a gradient and plain, detached cross-entropies [N], both fp32 in nats; 0 for ignored rows.
+
+    Arguments, errors and what is destroyed are those of `cross_entropy`.
+    """
+    if logits.dim() != 2:
+        raise ValueError(
+            f"logits must be [N, V], got {list(logits.shape)}: flatten [B, T, V] with .flatten(0, 1), and move the "
+            "classes of [B, V, T] to the end first"
+        )
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}")
+    if labels.device != logits.device:
+        raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
+    reference.check_objective(objective)
+    reference.check_labels(labels, *logits.shape, objective.ignore_index)
+    return _CrossEntropy.apply(logits, labels.contiguous(), objective, _may_overwrite(logits))
+
+
+def cross_entropy_sums(logits: Tensor, labels: Tensor, objective: Objective) -> LossSums:
+    """`cross_entropy_per_row` summed: the form whose mean may span micro-batches and ranks."""
+    losses, cross_entropies = cross_entropy_per_row(logits, labels, objective)
+    return LossSums(losses.sum(), cross_entropies.sum())
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Cross-entropy of `input` against `target`; backward overwrites `input` with its gradient.
+
+    Forward leaves `input` alone, so metrics may be taken from it until backward. Backward destroys it, unless it is a
+    leaf, a view of a leaf, or has rows that share memory: then the gradient takes a buffer of its own. An operation
+    that saved `input` for its own backward (a softmax or tanh that made it) raises RuntimeError there.
+
+    Args:
+        input: [N, V] logits, fp32, bf16 or fp16, any strides.
+        target: [N] int32 or int64 in [0, V), or `ignore_index`.
+        ignore_index: rows with this label give 0 and do not count in the mean.
+        reduction: "mean" over the kept rows (0 if there are none), "sum", or "none".
+        label_smoothing: eps in [0, 1).
+        z_loss: factor of lse^2, >= 0.
+        softcap: c of c * tanh(input / c), or None.
+
+    Returns:
+        [] fp32 in nats, or [N] for reduction "none".
+
+    Raises:
+        ValueError: a shape, dtype or option that is not supported.
+        IndexError: a label outside [0, V) on a CPU; on a GPU its row is NaN with gradient 0.
+        RuntimeError: a second backward after `input` was overwritten, or a double backward.
+    """
+    reference.check_reduction(reduction)
+    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
+    losses, _ = cross_entropy_per_row(input, target, objective)
+    return reduce(losses, target, ignore_index, reduction)
+
+
+def reduce(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """`losses` (per row [N], or already summed []) as "mean" over the kept rows, "sum" or "none"."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)

@@ -1,0 +1,202 @@
+"""Cross-entropy in plain PyTorch: what the kernels must compute, and the path that CPU tensors take.
+
+Per row of V logits x, with z = softcap * tanh(x / softcap) (or z = x), y the label, eps `label_smoothing`,
+lam `z_loss`:
+
+    m = max z,  l = sum exp(z - m),  lse = m + ln l
+    cross_entropy = lse - z_y
+    loss          = (1 - eps) * (lse - z_y) + eps * (lse - mean z) + lam * lse^2
+    dloss/dz_v    = p_v * (1 + 2 * lam * lse) - (1 - eps) * [v = y] - eps / V,   p_v = exp(z_v - m) / l
+    dloss/dx_v    = dloss/dz_v * (1 - (z_v / softcap)^2)
+
+A row whose label is `ignore_index` gives loss 0 and gradient 0. A label outside [0, V) is an IndexError on a CPU;
+on a GPU, where raising would wait for the device, its row gives loss NaN and gradient 0.
+
+`linear_cross_entropy_sums` is the eager path that people write, left to autograd. `forward_rows`,
+`forward_backward_rows_` and `backward_rows` are the twins of the Triton launchers in `cross_entropy.py`.
+
+Smoothing: Szegedy et al. 2016. z-loss: de Brebisson and Vincent 2016, Chowdhery et al. 2022. Softcap: Gemma 2, 2024.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# 64 rows of 8192 fp32 logits are 2 MiB: a block is read from memory once and stays in a core's cache for every pass.
+BLOCK_ROWS = 64
+
+
+class Objective(NamedTuple):
+    """What is minimised; the formulas are in the module docstring."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+
+class Rows(NamedTuple):
+    """Per-row results, each [N] fp32: the two losses in nats, and max z and ln sum exp(z - max z)."""
+
+    losses: Tensor
+    cross_entropies: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def empty(cls, n_rows: int, device: torch.device) -> "Rows":
+        return cls(*(torch.empty(n_rows, device=device) for _ in cls._fields))
+
+    def slice(self, rows: slice) -> "Rows":
+        return Rows(*(vector[rows] for vector in self))
+
+
+class LossSums(NamedTuple):
+    """Sums over the kept rows in nats, both [] fp32: `loss` has a gradient, `cross_entropy` is plain and detached."""
+
+    loss: Tensor
+    cross_entropy: Tensor
+
+
+def check_objective(objective: Objective) -> None:
+    """Raises ValueError for an option outside its range."""
+    if not 0.0 <= objective.label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1), got {objective.label_smoothing}")
+    if objective.z_loss < 0.0:
+        raise ValueError(f"z_loss must be >= 0, got {objective.z_loss}")
+    if objective.softcap is not None and objective.softcap <= 0.0:
+        raise ValueError(f"softcap must be > 0 or None, got {objective.softcap}")
+
+
+def check_reduction(reduction: str) -> None:
+    """Raises ValueError for a reduction that does not exist."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+
+
+def check_labels(labels: Tensor, n_rows: int, vocab: int, ignore_index: int) -> None:
+    """Raises ValueError for a wrong shape or dtype, and IndexError for a CPU label outside [0, vocab)."""
+    if labels.shape != (n_rows,):
+        raise ValueError(f"expected one label a row, [{n_rows}], got {list(labels.shape)}")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels must be int32 or int64, got {labels.dtype}")
+    if labels.device.type == "cpu":
+        bad = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
+        if bad.numel():
+            raise IndexError(f"label {bad[0].item()} is out of range for a vocabulary of {vocab}")
+
+
+def linear_cross_entropy_sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, objective: Objective, *, bias: Tensor | None = None
+) -> LossSums:
+    """Loss sums of `hidden @ weight.T + bias` the eager way: logits in the compute dtype, then fp32 (fp64 stays fp64).
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D].
+        labels: [N] int32 or int64.
+        objective: the options of the loss.
+        bias: [V], or None.
+    """
+    check_objective(objective)
+    check_labels(labels, hidden.shape[0], weight.shape[0], objective.ignore_index)
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if objective.softcap is not None:
+        logits = objective.softcap * torch.tanh(logits / objective.softcap)
+
+    labels = labels.long()
+    kept = labels != objective.ignore_index
+    # A bad label reaches this line on a GPU only, where it would abort the device inside F.cross_entropy.
+    bad = kept & ((labels < 0) | (labels >= weight.shape[0]))
+    labels = labels.masked_fill(bad, objective.ignore_index)
+
+    def losses(logits: Tensor, label_smoothing: float) -> Tensor:
+        options = {"ignore_index": objective.ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+        return F.cross_entropy(logits, labels, **options).masked_fill(bad, float("nan"))
+
+    objective_losses = losses(logits, objective.label_smoothing)
+    cross_entropies = objective_losses.detach()
+    if objective.label_smoothing:
+        cross_entropies = losses(logits.detach(), 0.0)
+    if objective.z_loss:
+        squares = torch.logsumexp(logits, dim=1).square()
+        objective_losses = objective_losses + objective.z_loss * squares.masked_fill(~kept | bad, 0.0)
+    return LossSums(objective_losses.sum(), cross_entropies.sum())
+
+
+def forward_rows(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
+    """Row results of `logits` [N, V], which are left alone."""
+    rows = Rows.empty(logits.shape[0], logits.device)
+    for block in _blocks(logits):
+        _row_results(_softcapped(logits[block], objective), labels[block], objective, rows.slice(block))
+    return rows
+
+
+def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
+    """Row results of `logits` [N, V], which are overwritten with the gradient of the summed loss."""
+    rows = Rows.empty(logits.shape[0], logits.device)
+    scale = torch.ones((), device=logits.device)
+    for block in _blocks(logits):
+        z = _softcapped(logits[block], objective)
+        _row_results(z, labels[block], objective, rows.slice(block))
+        logits[block] = _gradient_(z, labels[block], objective, rows.slice(block), scale)
+    return rows
+
+
+def backward_rows(
+    logits: Tensor, labels: Tensor, objective: Objective, rows: Rows, dlosses: Tensor, dlogits: Tensor
+) -> None:
+    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
+    for block in _blocks(logits):
+        z = _softcapped(logits[block], objective)
+        dlogits[block] = _gradient_(z, labels[block], objective, rows.slice(block), dlosses[block, None])
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    return [slice(start, start + BLOCK_ROWS) for start in range(0, logits.shape[0], BLOCK_ROWS)]
+
+
+def _softcapped(logits: Tensor, objective: Objective) -> Tensor:
+    z = logits.to(torch.float32, copy=True)
+    if objective.softcap is not None:
+        z.div_(objective.softcap).tanh_().mul_(objective.softcap)
+    return z
+
+
+def _usable(labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Which rows are kept [N], and labels [N, 1] that are safe to index with."""
+    kept = labels != objective.ignore_index
+    return kept, torch.where(kept, labels, 0).long()[:, None]
+
+
+def _row_results(z: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    kept, index = _usable(labels, objective)
+    torch.amax(z, dim=1, out=rows.row_max)
+    rows.log_sum.copy_((z - rows.row_max[:, None]).exp_().sum(dim=1).log_())
+    cross_entropies = rows.log_sum - (z.gather(1, index)[:, 0] - rows.row_max)
+    losses = cross_entropies
+    if objective.label_smoothing:
+        uniform = rows.log_sum - (z - rows.row_max[:, None]).mean(dim=1)
+        losses = torch.lerp(losses, uniform, objective.label_smoothing)
+    if objective.z_loss:
+        losses = losses + objective.z_loss * (rows.row_max + rows.log_sum).square()
+    rows.cross_entropies.copy_(cross_entropies.masked_fill(~kept, 0.0))
+    rows.losses.copy_(losses.masked_fill(~kept, 0.0))
+
+
+def _gradient_(z: Tensor, labels: Tensor, objective: Objective, rows: Rows, scale: Tensor) -> Tensor:
+    """The gradient over the softcapped logits `z` [N, V], which are destroyed, times `scale` ([] or [N, 1])."""
+    kept, index = _usable(labels, objective)
+    slope = None if objective.softcap is None else 1 - (z / objective.softcap).square_()
+    gradient = z.sub_(rows.row_max[:, None]).sub_(rows.log_sum[:, None]).exp_()
+    if objective.z_loss:
+        gradient.mul_(1 + 2 * objective.z_loss * (rows.row_max + rows.log_sum)[:, None])
+    if objective.label_smoothing:
+        gradient.sub_(objective.label_smoothing / z.shape[1])
+    gradient.scatter_add_(1, index, torch.full_like(gradient[:, :1], objective.label_smoothing - 1.0))
+    if slope is not None:
+        gradient.mul_(slope)
+    return gradient.mul_(scale).masked_fill_(~kept[:, None], 0.0)

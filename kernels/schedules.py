@@ -1,0 +1,121 @@
+"""The loop behind `linear_cross_entropy`: token chunks, so that only `chunk` rows of logits are alive at once.
+
+Per chunk of C rows: logits into one preallocated [C, V] buffer, dlogits over them, the chunk's rows of dhidden by one
+GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as without chunks.
+
+Peak bytes with bf16 compute beyond the inputs: 2CV for the chunk, 4VD for dweight in fp32 (the returned gradient
+itself when the weight is fp32), 2ND or 4ND for dhidden. A bf16 weight with more than one chunk needs the fp32
+accumulator beside the returned dweight, because a bf16 sum loses small contributions (its error grows with the number
+of chunks); the chunk buffer is freed before that cast.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cross_entropy
+from .reference import Objective, Rows
+
+# A row of logits starts at a multiple of 64 elements, so that odd V keeps the fast aligned GEMM.
+ROW_ALIGNMENT = 64
+
+
+class Head(NamedTuple):
+    """hidden [N, D], weight [V, D] and bias [V] or None, all in the dtype to compute in."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """dhidden [N, D], dweight [V, D], dbias [V]; None where not asked for. As a request: their dtypes."""
+
+    hidden: Tensor | torch.dtype | None
+    weight: Tensor | torch.dtype | None
+    bias: Tensor | torch.dtype | None
+
+
+NO_GRADIENTS = Gradients(None, None, None)
+
+
+def token_chunks(
+    head: Head, labels: Tensor, objective: Objective, chunk: int, wants: Gradients
+) -> tuple[Rows, Gradients]:
+    """Row results, and the gradients of the summed loss that `wants` asks for."""
+    rows = Rows.empty(labels.shape[0], labels.device)
+    kernel = cross_entropy.forward_rows if wants == NO_GRADIENTS else cross_entropy.forward_backward_rows_
+    accumulator = _Accumulator(head, chunk, wants)
+    for part, logits in _logits_of_chunks(head, chunk):
+        for vector, values in zip(rows, kernel(logits, labels[part], objective), strict=True):
+            vector[part] = values
+        accumulator.add_(part, logits)
+    del logits
+    return rows, accumulator.finish()
+
+
+def token_chunks_backward(
+    head: Head, labels: Tensor, objective: Objective, chunk: int, wants: Gradients, rows: Rows, dlosses: Tensor
+) -> Gradients:
+    """The gradients for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
+    accumulator = _Accumulator(head, chunk, wants)
+    for part, logits in _logits_of_chunks(head, chunk):
+        cross_entropy.backward_rows(logits, labels[part], objective, rows.slice(part), dlosses[part], logits)
+        accumulator.add_(part, logits)
+    del logits
+    return accumulator.finish()
+
+
+def _logits_of_chunks(head: Head, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields each slice of tokens and its logits [<= chunk, V], always in the same buffer."""
+    n_tokens, vocab = head.hidden.shape[0], head.weight.shape[0]
+    padded = -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    buffer = head.weight.new_empty(min(chunk, n_tokens), padded)[:, :vocab]
+    for start in range(0, max(n_tokens, 1), chunk):  # no tokens: one empty chunk, which makes the gradients zero
+        part = slice(start, min(start + chunk, n_tokens))
+        logits = buffer[: part.stop - start]
+        if head.bias is None:
+            torch.mm(head.hidden[part], head.weight.t(), out=logits)
+        else:
+            torch.addmm(head.bias, head.hidden[part], head.weight.t(), out=logits)
+        yield part, logits
+
+
+class _Accumulator:
+    """Collects the gradients that are wanted from the dlogits of one chunk after another."""
+
+    def __init__(self, head: Head, chunk: int, wants: Gradients):
+        self.head, self.wants = head, wants
+        self.dhidden = self.dweight = self.dbias = None
+        if wants.hidden:
+            self.dhidden = torch.empty_like(head.hidden, dtype=wants.hidden)
+        if wants.weight:
+            one_chunk = head.hidden.shape[0] <= chunk
+            self.dweight = torch.empty_like(head.weight, dtype=wants.weight if one_chunk else torch.float32)
+        if wants.bias:
+            self.dbias = torch.zeros_like(head.bias, dtype=torch.float32)
+
+    def add_(self, part: slice, dlogits: Tensor) -> None:
+        if self.dhidden is not None:
+            _matmul(dlogits, self.head.weight, out=self.dhidden[part])
+        if self.dweight is not None:
+            _matmul(dlogits.t(), self.head.hidden[part], out=self.dweight, add=part.start > 0)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(dim=0, dtype=torch.float32)
+
+    def finish(self) -> Gradients:
+        gradients = self.dhidden, self.dweight, self.dbias
+        return Gradients(*(g if g is None else g.to(dtype) for g, dtype in zip(gradients, self.wants, strict=True)))
+
+
+def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
+    """`out` = a @ b, plus `out` if `add`; summed in fp32 whatever the dtypes."""
+    options = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if options and not a.is_cuda:  # CPU tensors have no out_dtype
+        a, b, options = a.to(out.dtype), b.to(out.dtype), {}
+    if add:
+        torch.addmm(out, a, b, out=out, **options)
+    else:
+        torch.mm(a, b, out=out, **options)

@@ -1,0 +1,65 @@
+"""Trains a small GPT, with the loss backend of your choice.
+
+python scripts/train.py loss=fused chunk=1024
+python scripts/train.py loss=naive seq_len=256 max_steps=100
+python scripts/train.py -m loss=naive,inplace,fused
+python scripts/train.py resume=runs/2026-01-31_12-00-00 max_steps=400
+python scripts/train.py --help
+"""
+
+import _path  # isort: skip  # noqa: F401
+
+import signal
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from logitless.records import is_out_of_memory
+from logitless.run import train
+
+
+@hydra.main(config_path="../conf", config_name="train", version_base="1.3")
+def main(config: DictConfig) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        if config.resume is not None:
+            config = with_overrides_of(Path(config.resume))
+        print(report(train(config, run_dir), run_dir))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except SystemExit as error:
+        sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
+    except Exception as error:
+        if is_out_of_memory(error):
+            sys.exit(f"out of memory: {error}")
+        raise
+
+
+def with_overrides_of(run_dir: Path) -> DictConfig:
+    """The configuration of the run in `run_dir`, changed by this command's overrides."""
+    file = run_dir / ".hydra" / "overrides.yaml"
+    if not file.exists():
+        raise ValueError(f"resume={run_dir}: no run there ({file} is missing)")
+    return hydra.compose("train", overrides=[*OmegaConf.load(file), *HydraConfig.get().overrides.task])
+
+
+def report(record: dict, run_dir: Path) -> str:
+    """The last lines of a run."""
+    peaks = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if "peak" in k and "reserved" not in k)
+    return (
+        f"\nloss        train {record['train_loss']:.4f}, validation {record['val_loss']:.4f} nats a token\n"
+        f"memory      {peaks}\n"
+        f"speed       {record['tokens_per_s'] or float('nan'):,.0f} tokens/s\n"
+        f"sample      {record['sample']!r}\n"
+        f"record      {run_dir}/record.jsonl\n"
+        f"curves      {run_dir / record['curves']}\n"
+        f"checkpoint  {run_dir / record['checkpoint']}"
+    )
+
+
+if __name__ == "__main__":
+    main()

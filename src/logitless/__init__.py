@@ -1,0 +1,1 @@
+"""Logitless: train a small GPT without ever holding its logits."""

@@ -1,0 +1,103 @@
+"""What is measured while a run trains: peak memory and speed."""
+
+import time
+
+import lightning.pytorch as pl
+import torch
+
+from logitless.memory import CudaMeter, LiveTensorMeter
+
+
+class PeakMemory(pl.Callback):
+    """Peaks in GiB, under the meter's names.
+
+    `cold` is the peak of the first step, which also makes the optimizer's state and compiles kernels; `warm` is the
+    largest peak of the later steps, empty after a run of one step; `validation` is that of the validation passes.
+    """
+
+    def __init__(self, meter: CudaMeter | LiveTensorMeter):
+        self.meter = meter
+        self.cold: dict[str, float] = {}
+        self.warm: dict[str, float] = {}
+        self.validation: dict[str, float] = {}
+        self._steps = 0
+
+    def on_train_start(self, trainer, module) -> None:
+        self._steps = trainer.global_step
+        self.meter.reset()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == self._steps:
+            return  # inside an accumulation window
+        self._steps = trainer.global_step
+        if not self.cold:
+            self.cold = self.meter.peaks()
+            self.meter.reset()
+        else:
+            self.warm = _larger(self.warm, self.meter.peaks())
+        if module.is_logging_step(self._steps):
+            for name, value in (self.warm or self.cold).items():
+                module.log(f"memory/{name}", value, prog_bar="reserved" not in name)
+
+    def on_validation_start(self, trainer, module) -> None:
+        self.meter.reset()
+
+    def on_validation_end(self, trainer, module) -> None:
+        self.validation = _larger(self.validation, self.meter.peaks())
+        self.meter.reset()
+
+    def summary(self) -> dict[str, float]:
+        """The peaks of the run as flat names: the warm ones as they are, the others with a prefix."""
+        named = {"": self.warm, "cold_": self.cold, "validation_": self.validation}
+        return {prefix + name: value for prefix, peaks in named.items() for name, value in peaks.items()}
+
+
+def _larger(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {name: max(value, a.get(name, value)) for name, value in b.items()}
+
+
+class Throughput(pl.Callback):
+    """Training tokens a second, without validation and without the first step (compilation, optimizer state)."""
+
+    def __init__(self):
+        self._seconds = 0.0
+        self._tokens = 0
+        self._last: tuple[float, int] | None = None
+
+    def tokens_per_s(self) -> float | None:
+        """Mean over the run so far; None before the end of the second step."""
+        return self._tokens / self._seconds if self._seconds else None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if self._last is None:
+            if trainer.global_step:
+                self._restart(module)
+        elif module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
+            seconds, tokens = self._lap(module)
+            module.log("tokens_per_s", tokens / seconds, prog_bar=True)
+
+    def on_validation_start(self, trainer, module) -> None:
+        if self._last is not None:
+            self._lap(module)
+
+    def on_validation_end(self, trainer, module) -> None:
+        if self._last is not None:
+            self._restart(module)
+
+    def _restart(self, module) -> None:
+        self._wait(module)
+        self._last = time.perf_counter(), module.tokens_seen
+
+    def _lap(self, module) -> tuple[float, int]:
+        """Seconds and tokens since the last lap or restart, added to the totals."""
+        then, tokens_then = self._last
+        self._restart(module)
+        seconds, tokens = self._last[0] - then, self._last[1] - tokens_then
+        self._seconds += seconds
+        self._tokens += tokens
+        return seconds, tokens
+
+    @staticmethod
+    def _wait(module) -> None:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)

@@ -1,0 +1,67 @@
+"""Where curves go: a CSV in every run, and Weights & Biases unless `logger=csv`."""
+
+import os
+from pathlib import Path
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+INIT_TIMEOUT_S = 20
+
+
+class Loggers:
+    """The loggers of one run.
+
+    Args:
+        settings: conf/logger/*.yaml.
+        run_dir: the run's folder; curves.csv and W&B's files go there.
+        run_name: what W&B calls the run.
+        config: the whole config, for W&B.
+    """
+
+    def __init__(self, settings: dict, run_dir: Path, run_name: str, config: dict):
+        # In a folder of its own: the logger removes what it finds.
+        self._csv = CSVLogger(run_dir, name="curves", version="", flush_logs_every_n_steps=1)
+        self._wandb = None
+        if settings["kind"] == "wandb":
+            self._wandb = _start_wandb(settings, run_dir, run_name, config)
+        self.curves = Path("curves") / "metrics.csv"
+
+    def all(self) -> list[Logger]:
+        if self._wandb is None:
+            return [self._csv]
+        return [self._csv, WandbLogger(experiment=self._wandb)]
+
+    def finish(self, summary: dict) -> None:
+        """Closes W&B's run with `summary`; its exit code is 1 where the status is "error"."""
+        self._csv.save()
+        if self._wandb is not None:
+            self._wandb.summary.update(summary)
+            self._wandb.finish(exit_code=1 if summary["status"] == "error" else 0)
+
+
+def _start_wandb(settings: dict, run_dir: Path, run_name: str, config: dict):
+    import wandb
+
+    # Asked without a prompt and without the network. WANDB_MODE, where set, is the user's own answer.
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    arguments = {
+        "project": settings["project"],
+        "entity": settings["entity"],
+        "group": settings["group"],
+        "name": run_name,
+        "tags": [run_name.split("-")[0]],
+        "dir": run_dir,
+        "config": config,
+    }
+    quiet = {"silent": True, "init_timeout": INIT_TIMEOUT_S}
+    try:
+        run = wandb.init(**arguments, mode=mode, settings=wandb.Settings(**quiet))
+    except wandb.Error as error:
+        print(f"wandb: online logging failed ({error}); logging offline")
+        run = wandb.init(**arguments, mode="offline", settings=wandb.Settings(**quiet))
+    run.define_metric("tokens")
+    run.define_metric("*", step_metric="trainer/global_step")
+    run.define_metric("val/loss", summary="min", step_metric="trainer/global_step")
+    return run

@@ -1,0 +1,81 @@
+"""Peak memory of a device: the CUDA allocator's counters on a GPU, the bytes of live tensors on a CPU.
+
+A meter is a context manager; inside it, `peaks()` are the largest values since the last `reset()`, in GiB = 2**30 bytes
+and under the name of what was measured. Resident memory is no measure: it keeps what the allocator does not give back.
+"""
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+GIB = 2**30
+
+
+class CudaMeter:
+    """`peak_allocated_gib` (tensors, rounded to the allocator's blocks) and `peak_reserved_gib` (its segments)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __enter__(self) -> "CudaMeter":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peaks(self) -> dict[str, float]:
+        return {
+            "peak_allocated_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
+            "peak_reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
+        }
+
+
+class LiveTensorMeter(TorchDispatchMode):
+    """`peak_live_tensor_gib`: bytes of the storages that operators returned, and of a module's, while they are alive.
+
+    What an operator allocates and frees inside itself is not seen.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.live: set[int] = set()
+        self.bytes = self.peak = 0
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._add(tensor)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                self._add(leaf)
+        return result
+
+    def reset(self) -> None:
+        self.peak = self.bytes
+
+    def peaks(self) -> dict[str, float]:
+        return {"peak_live_tensor_gib": self.peak / GIB}
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata  # of the storage object, not of its bytes: those may move in a resize
+        if address not in self.live:
+            self.live.add(address)
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._remove, address, storage.nbytes()).atexit = False
+
+    def _remove(self, address: int, n_bytes: int) -> None:
+        self.live.discard(address)
+        self.bytes -= n_bytes
+
+
+def meter(module: nn.Module, device: torch.device) -> CudaMeter | LiveTensorMeter:
+    """The meter for `device`, for a run that trains `module`."""
+    return CudaMeter(device) if device.type == "cuda" else LiveTensorMeter(module)

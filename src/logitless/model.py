@@ -1,0 +1,178 @@
+"""A small GPT of today: pre-norm RMSNorm, rotary positions, causal SDPA, SwiGLU or GELU MLP, tied or untied head.
+
+`GPT` maps tokens [B, T] to hidden [B, T, D]; its `head` owns the lm-head weight [V, D] and calls the loss inside its
+own forward, so that whatever wraps modules (autocast, hooks, sharding, compilation) sees the call.
+
+RMSNorm: Zhang and Sennrich 2019. Rotary positions: Su et al. 2021. SwiGLU: Shazeer 2020. Init: GPT-2, 2019.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.reference import LossSums
+from logitless.losses import LossBackend
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The knobs of conf/model/*.yaml, once `padded_vocab_size` is known."""
+
+    n_layers: int
+    n_heads: int
+    width: int
+    padded_vocab_size: int
+    mlp: str
+    tied: bool
+    head_bias: bool
+    dropout: float
+
+    def __post_init__(self):
+        if self.width % (2 * self.n_heads):
+            raise ValueError(f"model.width={self.width} must be an even multiple of model.n_heads={self.n_heads}")
+        if self.mlp not in ("swiglu", "gelu"):
+            raise ValueError(f"model.mlp must be swiglu or gelu, got {self.mlp}")
+        if self.padded_vocab_size % 64:
+            raise ValueError(f"model.padded_vocab_size must be a multiple of 64, got {self.padded_vocab_size}")
+
+
+class KeyValueCache:
+    """Keys and values of all layers for the first `length` positions of B sequences: L x 2 x [B, H, T_max, D/H]."""
+
+    def __init__(self, config: GPTConfig, batch_size: int, max_len: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layers, 2, batch_size, config.n_heads, max_len, config.width // config.n_heads)
+        self.layers = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends [B, H, T, D/H] to a layer; returns all of its keys and values so far."""
+        end = self.length + key.shape[2]
+        keys, values = self.layers[layer]
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+
+class Head(nn.Module):
+    """The lm-head: hidden to losses in training, hidden to logits in generation."""
+
+    def __init__(self, width: int, vocab: int, *, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, width))
+        self.bias = nn.Parameter(torch.zeros(vocab)) if bias else None
+
+    def forward(self, hidden: Tensor, labels: Tensor, loss: LossBackend) -> LossSums:
+        """Loss sums of hidden [B, T, D] against labels [B, T]."""
+        return loss(hidden.flatten(0, 1), self.weight, labels.flatten(), bias=self.bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V], for generation."""
+        return F.linear(hidden, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None, layer: int) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        if cache is not None:
+            key, value = cache.update(layer, key, value)
+        # With a cache there is one new token, which sees everything, or a whole prompt, which starts the cache.
+        is_causal = length > 1
+        dropout = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=is_causal)
+        return self.out(attended.transpose(1, 2).reshape(batch, length, width))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        # Three matrices of 8/3 D, rounded up to 64, cost what two of 4 D do.
+        inner = -(-8 * config.width // (3 * 64)) * 64 if self.gated else 4 * config.width
+        self.up = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=False)
+        self.out = nn.Linear(inner, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.out(F.gelu(self.up(x)))
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None, layer: int) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, cache, layer))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = Head(config.width, config.padded_vocab_size, bias=config.head_bias)
+        self._init_weights()
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def _init_weights(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # What is added to the residual stream is smaller, so that its variance does not grow with depth.
+                depth = 2 * self.config.n_layers if name.endswith("out.weight") else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """hidden [B, T, D] of tokens [B, T] int64; with a cache, tokens continue what it holds."""
+        start = 0 if cache is None else cache.length
+        if start and tokens.shape[1] > 1:
+            raise ValueError(f"a cache of {start} positions is continued by one token at a time, got {tokens.shape[1]}")
+        head_dim = self.config.width // self.config.n_heads
+        rotary = _rotary_table(start, start + tokens.shape[1], head_dim, tokens.device)
+        x = self.embedding(tokens)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotary, cache, layer)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return self.norm(x)
+
+    def n_parameters(self) -> int:
+        """Parameters, a tied weight counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def head_share(self) -> float:
+        """The lm-head's part of the parameters, in [0, 1]."""
+        return sum(parameter.numel() for parameter in self.head.parameters()) / self.n_parameters()
+
+
+def _rotary_table(start: int, end: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [end - start, head_dim / 2] fp32 of the positions in [start, end)."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.arange(start, end, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, T, D/H] with its two halves rotated against each other; computed in fp32, returned in x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,123 @@
+"""The training step: the only place where model, loss and optimizer meet."""
+
+import math
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from logitless.data import Batch
+from logitless.losses import LossBackend
+from logitless.model import GPT, GPTConfig
+
+
+class LanguageModel(pl.LightningModule):
+    """Trains a GPT with token-weighted means.
+
+    The loss of a micro-batch is its sum of token losses divided by the number of kept tokens of the whole accumulation
+    window over all ranks, so that accumulated gradients are those of the window's mean.
+
+    Args:
+        model: the fields of GPTConfig; all that a checkpoint's `hyper_parameters` hold, as a plain dict.
+        loss: the backend, with its options bound.
+        optimizer: `lr`, `min_lr_ratio`, `warmup_steps`, `weight_decay`, `betas`, `grad_clip` (null: none).
+        log_every: optimizer steps from one logged point of the curves to the next.
+        seed: of dropout, drawn anew for every micro-batch so that a resumed run repeats it.
+    """
+
+    def __init__(self, model: dict, loss: LossBackend, optimizer: dict, *, log_every: int, seed: int):
+        super().__init__()
+        self.save_hyperparameters("model")
+        self.gpt = GPT(GPTConfig(**model))
+        self.loss, self.optimizer, self.log_every, self.seed = loss, optimizer, log_every, seed
+        self.tokens_seen = 0
+        self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
+        self.losses: dict[str, float] = {}  # the last of each, and the best of validation
+        self._window_sum: Tensor | float = 0.0
+        self._window_tokens = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss)
+        self._window_sum = self._window_sum + sums.cross_entropy
+        self._window_tokens = batch.window_tokens
+        # Lightning divides by the first factor, and DDP's mean over ranks by the second.
+        factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return sums.loss * (factor / max(batch.window_tokens, 1))
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        torch.manual_seed(self.seed + 2**32 * (batch_idx + 1))
+
+    def is_logging_step(self, step: int) -> bool:
+        """Whether the curves get a point at optimizer step `step` = 1, 2, ...; only then is the device waited for."""
+        return step == 1 or step % self.log_every == 0 or step == self.trainer.max_steps
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        step = self.global_step + 1
+        self.tokens_seen += self._window_tokens
+        self.empty_windows += self._window_tokens == 0
+        if self.is_logging_step(step):
+            self.log("step", float(step))
+            self.log("tokens", float(self.tokens_seen))
+            self._log_loss("train", self._window_sum / max(self._window_tokens, 1))
+            self.log("lr", optimizer.param_groups[0]["lr"])
+        self._window_sum = 0.0
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        limit = self.optimizer["grad_clip"] or math.inf
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit)
+        if self.is_logging_step(self.global_step + 1):
+            self.log("grad_norm", grad_norm)
+
+    def on_validation_epoch_start(self) -> None:
+        self._val_sum, self._val_tokens = 0.0, 0
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss)
+        self._val_sum = self._val_sum + sums.cross_entropy
+        self._val_tokens += batch.window_tokens
+
+    def on_validation_epoch_end(self) -> None:
+        mean = self._val_sum / max(self._val_tokens, 1)
+        self.log("step", float(self.global_step))
+        self.log("tokens", float(self.tokens_seen))
+        self._log_loss("val", mean)
+        self.log("val/perplexity", torch.exp(mean))
+
+    def _log_loss(self, split: str, mean: Tensor) -> None:
+        self.log(f"{split}/loss", mean, prog_bar=True)
+        name = f"{split}_loss"
+        self.losses[name] = float(mean)
+        self.losses[f"best_{name}"] = min(self.losses[name], self.losses.get(f"best_{name}", math.inf))
+
+    def configure_optimizers(self) -> dict:
+        matrices = [p for p in self.gpt.parameters() if p.dim() >= 2]
+        vectors = [p for p in self.gpt.parameters() if p.dim() < 2]
+        decay = self.optimizer["weight_decay"]
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+        # The fused step unscales fp16 gradients by itself, after they were clipped.
+        fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
+        adamw = torch.optim.AdamW(groups, lr=self.optimizer["lr"], betas=tuple(self.optimizer["betas"]), fused=fused)
+        schedule = partial(
+            warmup_cosine,
+            warmup_steps=self.optimizer["warmup_steps"],
+            max_steps=self.trainer.max_steps,
+            min_ratio=self.optimizer["min_lr_ratio"],
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, schedule)
+        return {"optimizer": adamw, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["tokens_seen"], checkpoint["empty_windows"] = self.tokens_seen, self.empty_windows
+        checkpoint["tokenizer"] = self.trainer.datamodule.tokenizer_json
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        self.tokens_seen, self.empty_windows = checkpoint["tokens_seen"], checkpoint["empty_windows"]
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, max_steps: int, min_ratio: float) -> float:
+    """Factor of the peak learning rate at `step` = 0, 1, ...: linear up to 1, then half a cosine to `min_ratio`."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,60 @@
+"""One run's facts as one line of JSON, appended to record.jsonl in the run's folder, and the reader of many."""
+
+import json
+import platform
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+FILE_NAME = "record.jsonl"
+PACKAGES = ("torch", "triton", "lightning", "hydra-core", "wandb", "tokenizers")
+
+
+def new_record(config: dict, device: torch.device) -> dict:
+    """What is known before a run starts: its config, the versions and the device."""
+    return {
+        "status": "started",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv[1:]),
+        "config": config,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+    }
+
+
+def append_record(record: dict, run_dir: Path) -> None:
+    """Adds the record to the run's file in one write; a resumed run adds a line of its own."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / FILE_NAME, "a") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+def read_records(paths: Iterable[Path]) -> list[dict]:
+    """All records in files or below folders, each with its folder as `run_dir`; broken lines are skipped, aloud."""
+    records = []
+    for path in paths:
+        for file in sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]:
+            for line in file.read_text().splitlines():
+                try:
+                    records.append(json.loads(line) | {"run_dir": str(file.parent)})
+                except json.JSONDecodeError:
+                    print(f"{file}: skipped a broken line", file=sys.stderr)
+    return records
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the allocator itself refused: any other error, whatever its text says of CUDA, is an error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,168 @@
+"""One training run: a composed configuration in, a record out; everything in between is a call or a file."""
+
+import logging
+import math
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+
+import hydra
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from omegaconf import DictConfig, OmegaConf
+
+from logitless import memory
+from logitless.callbacks import PeakMemory, Throughput
+from logitless.config import check_config, padded_vocab_size
+from logitless.data import TextData, load_corpus
+from logitless.generation import complete
+from logitless.loggers import Loggers
+from logitless.module import LanguageModel
+from logitless.records import append_record, is_out_of_memory, new_record
+
+# Lightning's advertisements, and its own use of what torch deprecates
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+
+
+def train(config: DictConfig, run_dir: Path) -> dict:
+    """Trains as `config` says and returns the record, which is also appended to `run_dir`/record.jsonl.
+
+    Raises:
+        ValueError: a configuration that cannot be run; nothing was built or written then.
+        Exception: what made the run fail, after its record was written with status "oom" or "error".
+    """
+    check_config(config)
+    corpus = load_corpus(
+        hydra.utils.instantiate(config.data), OmegaConf.to_container(config.tokenizer, resolve=True), config.cache_dir
+    )
+    vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
+    plain = OmegaConf.to_container(config, resolve=True)
+    plain["model"]["padded_vocab_size"] = vocab
+    loss = hydra.utils.instantiate(config.loss)
+
+    pl.seed_everything(config.seed, verbose=False)
+    device = _device(config.trainer.accelerator)
+    record = new_record(plain, device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
+    record |= {"seq_len": config.seq_len, "batch_size": config.batch_size, "resumed_from": config.resume}
+    loggers = Loggers(plain["logger"], run_dir, run_name(record), plain)
+    record["curves"] = str(loggers.curves)
+    try:
+        _fit(plain, corpus, loss, device, loggers, run_dir, record)
+        record["status"] = "ok"
+    except BaseException as error:
+        record["status"] = "oom" if is_out_of_memory(error) else "error"
+        record["error"] = "".join(traceback.format_exception_only(error)).strip()
+        raise
+    finally:
+        append_record(record, run_dir)
+        loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
+    return record
+
+
+def run_name(record: dict) -> str:
+    """`fused-c1024-T128`, `naive-T128`."""
+    chunk = f"-c{record['chunk']}" if record["chunk"] else ""
+    return f"{record['backend']}{chunk}-T{record['seq_len']}"
+
+
+def _fit(config: dict, corpus, loss: partial, device: torch.device, loggers: Loggers, run_dir: Path, record: dict):
+    """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
+    names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
+    optimizer = {name: config[name] for name in names}
+    module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
+    names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
+    data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
+    record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
+    print(describe(config, record, module.gpt.config.width))
+
+    meter = memory.meter(module, device)
+    peaks, throughput = PeakMemory(meter), Throughput()
+    trainer = pl.Trainer(
+        **config["trainer"],
+        precision=resolve_precision(config["precision"], device),
+        max_steps=config["max_steps"],
+        max_epochs=-1,
+        accumulate_grad_batches=config["accumulate"],
+        gradient_clip_val=config["grad_clip"],
+        val_check_interval=config["val_every"] * config["accumulate"],
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,  # LanguageModel.is_logging_step decides
+        logger=loggers.all(),
+        callbacks=[
+            throughput,
+            peaks,
+            TQDMProgressBar(refresh_rate=config["log_every"]),
+            ModelCheckpoint(
+                run_dir / LAST_CHECKPOINT.parent,
+                every_n_train_steps=config["checkpoint_every"],
+                save_top_k=0,
+                save_last=True,
+                enable_version_counter=False,
+            ),
+        ],
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=run_dir,
+    )
+    resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
+    try:
+        with meter:
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+            if trainer.global_step % config["val_every"]:
+                trainer.validate(module, datamodule=data, verbose=False)
+    finally:
+        record |= peaks.summary()
+        record |= {
+            "steps": trainer.global_step,
+            "tokens": module.tokens_seen,
+            "tokens_per_s": throughput.tokens_per_s(),
+        }
+        record |= {"empty_windows": module.empty_windows, **module.losses}
+    trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
+    record["checkpoint"] = str(LAST_CHECKPOINT)
+    record["sample"] = sample(module.to(device), corpus, config)
+
+
+def sample(module: LanguageModel, corpus, config: dict) -> str:
+    """A continuation of the first words of the middle of the validation text."""
+    middle = len(corpus.validation) // 2
+    prompt = corpus.tokenizer.decode(corpus.validation[middle : middle + 12].tolist())
+    options = {"max_new_tokens": 60, "temperature": 0.8, "top_k": 50, "seed": config["seed"]}
+    (text,) = complete(module.gpt.eval(), corpus.tokenizer, [prompt], **options)
+    return f"{prompt}|{text.removeprefix(prompt)}"
+
+
+def describe(config: dict, record: dict, width: int) -> str:
+    """The run's plan in a few lines."""
+    tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
+    if record["chunk"]:
+        chunks = math.ceil(tokens / record["chunk"])
+        logits = f"{chunks} chunk{'s' * (chunks > 1)} of {min(tokens, record['chunk'])} x {vocab} logits, one at a time"
+    else:
+        logits = f"all {tokens} x {vocab} logits at once; chunk={config['chunk']} is not used"
+    return (
+        f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
+        f"[V={vocab}, D={width}]\n"
+        f"loss   {record['backend']}: {logits}\n"
+        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens"
+    )
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
+    if precision != "auto":
+        return precision
+    return "bf16-mixed" if device.type == "cuda" else "32-true"
+
+
+def _device(accelerator: str) -> torch.device:
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("trainer.accelerator=gpu, but torch sees no GPU here: use trainer=auto or trainer=cpu")
+    uses_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")

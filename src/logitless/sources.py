@@ -1,0 +1,180 @@
+"""Where documents come from: files on this machine, or a data set of the Hugging Face hub.
+
+A source has a fingerprint, which names its text exactly enough to key a cache of tokens, and yields the documents of
+its two splits, "train" and "validation".
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlparse
+
+
+class Source(Protocol):
+    def fingerprint(self) -> str: ...
+
+    def documents(self, split: str) -> Iterator[str]: ...
+
+
+class TextFiles:
+    """Plain-text files, `.txt` or `.txt.gz`; a file is one document unless `document_start` cuts it.
+
+    Args:
+        path: a file, or a folder whose text files are taken in the order of their names.
+        document_start: regular expression of the line that opens a document, or None.
+        validation: documents to hold out at the end (an integer), or the part of the characters (a float below 1).
+
+    Raises:
+        ValueError: nothing at `path`, or nothing left to train on.
+    """
+
+    def __init__(self, path: str, document_start: str | None, validation: int | float):
+        self.path = Path(path).expanduser()
+        self.document_start = document_start
+        self.validation = validation
+        self.files = [self.path]
+        if self.path.is_dir():
+            self.files = sorted(p for p in self.path.rglob("*") if p.name.endswith((".txt", ".txt.gz")))
+        if not self.files or not self.path.exists():
+            raise ValueError(f"data.path={path}: no such file, or a folder without .txt and .txt.gz files")
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps([self.document_start, self.validation]).encode())
+        for file in self.files:
+            digest.update(hashlib.sha256(_read(file).encode()).digest())
+        return digest.hexdigest()
+
+    def documents(self, split: str) -> Iterator[str]:
+        documents = [
+            d for file in self.files for d in split_documents(_read(file).splitlines(True), self.document_start)
+        ]
+        train, validation = _hold_out(documents, self.validation)
+        if not train or not validation:
+            raise ValueError(
+                f"data.validation={self.validation} leaves {len(train)} documents of data.path={self.path} to train on "
+                f"and {len(validation)} to validate on"
+            )
+        yield from {"train": train, "validation": validation}[split]
+
+
+def embedded_text(name: str, document_start: str | None, validation: int | float) -> TextFiles:
+    """A text that comes with this repository, by its name in src/logitless/assets/."""
+    return TextFiles(str(Path(__file__).parent / "assets" / name), document_start, validation)
+
+
+class HubDataset:
+    """A data set of the Hugging Face hub, or a local folder in its format, through `datasets`.
+
+    Args:
+        repo: repository on the hub, or a local folder.
+        name: configuration of the data set, or None.
+        revision: commit, tag or branch.
+        text_column: the column that holds the text.
+        document_start: regular expression of the row that opens a document, or None where every row is a document.
+        validation: the split to validate on, or a number of documents to hold out at the start of the train split.
+        streaming: whether rows are read over the network as they are needed, without a download.
+        max_documents: how many documents to train on, or None for all.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        name: str | None,
+        revision: str,
+        text_column: str,
+        document_start: str | None,
+        validation: str | int,
+        streaming: bool,
+        max_documents: int | None,
+    ):
+        self.arguments = {key: value for key, value in locals().items() if key != "self"}
+        self.repo, self.name, self.revision, self.text_column = repo, name, revision, text_column
+        self.document_start, self.validation = document_start, validation
+        self.streaming, self.max_documents = streaming, max_documents
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.arguments).encode()).hexdigest()
+
+    def documents(self, split: str) -> Iterator[str]:
+        held_out = self.validation if isinstance(self.validation, int) else 0
+        if split == "validation" and held_out:
+            return islice(self._all_documents("train"), held_out)
+        if split == "validation":
+            return self._all_documents(self.validation)
+        stop = None if self.max_documents is None else held_out + self.max_documents
+        return islice(self._all_documents("train"), held_out, stop)
+
+    def _all_documents(self, hub_split: str) -> Iterator[str]:
+        rows = (row[self.text_column] for row in self._load(hub_split))
+        return rows if self.document_start is None else split_documents(rows, self.document_start)
+
+    def _load(self, hub_split: str):
+        is_local = Path(self.repo).exists()
+        if not is_local and not _hub_is_reachable():
+            os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported: no retries, its cache only
+        import datasets  # 0.9 s and 290 MB that runs on local text do without
+
+        revision = None if is_local else self.revision
+        try:
+            return datasets.load_dataset(
+                self.repo, self.name, split=hub_split, revision=revision, streaming=self.streaming
+            )
+        except (ConnectionError, FileNotFoundError) as error:
+            raise RuntimeError(
+                f"data.repo={self.repo} (revision {self.revision}) is not in the cache {datasets.config.HF_CACHE_HOME} "
+                "and the hub cannot be reached: run once with network, or use data=austen"
+            ) from error
+
+
+def split_documents(lines: Iterator[str] | list[str], document_start: str | None) -> Iterator[str]:
+    """Joins lines into documents; a line that matches `document_start` opens one. Blank documents are dropped."""
+    opens = re.compile(document_start).match if document_start else lambda line: False
+    document = []
+    for line in chain(lines, [None]):
+        if line is None or opens(line):
+            if text := "".join(document).strip():
+                yield text + "\n"
+            document = []
+        document.append(line)
+
+
+def _hold_out(documents: list[str], validation: int | float) -> tuple[list[str], list[str]]:
+    """The documents to train on and those at the end to validate on; a float may cut a document at a line's end."""
+    if isinstance(validation, int):
+        return documents[:-validation], documents[-validation:]
+    rest = round((1 - validation) * sum(map(len, documents)))
+    for i, document in enumerate(documents):
+        if rest < len(document):
+            cut = document.rfind("\n", 0, rest) + 1
+            parts = [[*documents[:i], document[:cut]], [document[cut:], *documents[i + 1 :]]]
+            train, held_out = ([d for d in part if d] for part in parts)
+            return train, held_out
+        rest -= len(document)
+    return documents, []
+
+
+def _read(file: Path) -> str:
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8") as stream:
+        return stream.read()
+
+
+def _hub_is_reachable() -> bool:
+    """Whether the hub's port opens within 3 s; `datasets` itself would retry for 23 s. Proxies are trusted."""
+    from huggingface_hub import constants
+
+    if urllib.request.getproxies():
+        return True
+    try:
+        socket.create_connection((urlparse(constants.ENDPOINT).hostname, 443), timeout=3).close()
+    except OSError:
+        return False
+    return True
