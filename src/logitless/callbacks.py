@@ -37,7 +37,7 @@ class PeakMemory(pl.Callback):
             self.warm = _larger(self.warm, self.meter.peaks())
         if module.is_logging_step(self._steps):
             for name, value in (self.warm or self.cold).items():
-                module.log(f"memory/{name}", value, prog_bar="reserved" not in name)
+                module.plot(f"memory/{name}", value, progress_bar="reserved" not in name)
 
     def on_validation_start(self, trainer, module) -> None:
         self.meter.reset()
@@ -74,7 +74,7 @@ class Throughput(pl.Callback):
                 self._restart(module)
         elif module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
             seconds, tokens = self._lap(module)
-            module.log("tokens_per_s", tokens / seconds, prog_bar=True)
+            module.plot("tokens_per_s", tokens / seconds, progress_bar=True)
 
     def on_validation_start(self, trainer, module) -> None:
         if self._last is not None:

@@ -34,6 +34,7 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen = 0
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
         self.losses: dict[str, float] = {}  # the last of each, and the best of validation
+        self._point: dict[str, float] = {}
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
 
@@ -57,17 +58,18 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen += self._window_tokens
         self.empty_windows += self._window_tokens == 0
         if self.is_logging_step(step):
-            self.log("step", float(step))
-            self.log("tokens", float(self.tokens_seen))
-            self._log_loss("train", self._window_sum / max(self._window_tokens, 1))
-            self.log("lr", optimizer.param_groups[0]["lr"])
+            self._plot_loss("train", self._window_sum / max(self._window_tokens, 1))
+            self.plot("lr", optimizer.param_groups[0]["lr"])
         self._window_sum = 0.0
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         limit = self.optimizer["grad_clip"] or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit)
         if self.is_logging_step(self.global_step + 1):
-            self.log("grad_norm", grad_norm)
+            self.plot("grad_norm", grad_norm)
+
+    def on_train_batch_end(self, outputs, batch: Batch, batch_idx: int) -> None:
+        self._write_point()  # the callbacks' hooks have run: their values are in the point
 
     def on_validation_epoch_start(self) -> None:
         self._val_sum, self._val_tokens = 0.0, 0
@@ -79,16 +81,28 @@ class LanguageModel(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         mean = self._val_sum / max(self._val_tokens, 1)
-        self.log("step", float(self.global_step))
-        self.log("tokens", float(self.tokens_seen))
-        self._log_loss("val", mean)
-        self.log("val/perplexity", torch.exp(mean))
+        self._plot_loss("val", mean)
+        self.plot("val/perplexity", math.exp(mean))
+        self._write_point()
 
-    def _log_loss(self, split: str, mean: Tensor) -> None:
-        self.log(f"{split}/loss", mean, prog_bar=True)
-        name = f"{split}_loss"
-        self.losses[name] = float(mean)
-        self.losses[f"best_{name}"] = min(self.losses[name], self.losses.get(f"best_{name}", math.inf))
+    def plot(self, name: str, value: float | Tensor, *, progress_bar: bool = False) -> None:
+        """Adds a value to the curves' point of this step, which waits for the device if it is there."""
+        self._point[name] = float(value)
+        if progress_bar:
+            self.log(name, self._point[name], prog_bar=True, logger=False)
+
+    def _plot_loss(self, split: str, mean: Tensor) -> None:
+        self.plot(f"{split}/loss", mean, progress_bar=True)
+        name, value = f"{split}_loss", self._point[f"{split}/loss"]
+        self.losses[name] = value
+        self.losses[f"best_{name}"] = min(value, self.losses.get(f"best_{name}", math.inf))
+
+    def _write_point(self) -> None:
+        # Not through self.log: Lightning would write a value again at every step until it changes.
+        if self._point:
+            for logger in self.trainer.loggers:
+                logger.log_metrics({"tokens": self.tokens_seen, **self._point}, step=self.global_step)
+        self._point = {}
 
     def configure_optimizers(self) -> dict:
         matrices = [p for p in self.gpt.parameters() if p.dim() >= 2]
