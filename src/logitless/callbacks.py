@@ -1,9 +1,10 @@
-"""What is measured while a run trains: peak memory and speed."""
+"""What is measured while a run trains, peak memory and speed, and the bar that shows it."""
 
 import time
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 
 from logitless.memory import CudaMeter, LiveTensorMeter
 
@@ -101,3 +102,14 @@ class Throughput(pl.Callback):
     def _wait(module) -> None:
         if module.device.type == "cuda":
             torch.cuda.synchronize(module.device)
+
+
+class ProgressBar(TQDMProgressBar):
+    """Counts the run's micro-batches; Lightning's own total takes optimizer steps for batches."""
+
+    @property
+    def total_train_batches(self) -> int:
+        return self.trainer.num_training_batches
+
+    def get_metrics(self, trainer, module) -> dict:
+        return {name: value for name, value in super().get_metrics(trainer, module).items() if name != "v_num"}

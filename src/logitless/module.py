@@ -47,7 +47,8 @@ class LanguageModel(pl.LightningModule):
         return sums.loss * (factor / max(batch.window_tokens, 1))
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        torch.manual_seed(self.seed + 2**32 * (batch_idx + 1))
+        accumulate = self.trainer.accumulate_grad_batches
+        torch.manual_seed(self.seed + 2**32 * (self.global_step * accumulate + batch_idx % accumulate + 1))
 
     def is_logging_step(self, step: int) -> bool:
         """Whether the curves get a point at optimizer step `step` = 1, 2, ...; only then is the device waited for."""

@@ -10,11 +10,11 @@ from pathlib import Path
 import hydra
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
 from logitless import memory
-from logitless.callbacks import PeakMemory, Throughput
+from logitless.callbacks import PeakMemory, ProgressBar, Throughput
 from logitless.config import check_config, padded_vocab_size
 from logitless.data import TextData, load_corpus
 from logitless.generation import complete
@@ -97,7 +97,7 @@ def _fit(config: dict, corpus, loss: partial, device: torch.device, loggers: Log
         callbacks=[
             throughput,
             peaks,
-            TQDMProgressBar(refresh_rate=config["log_every"]),
+            ProgressBar(refresh_rate=config["log_every"]),
             ModelCheckpoint(
                 run_dir / LAST_CHECKPOINT.parent,
                 every_n_train_steps=config["checkpoint_every"],
