@@ -36,6 +36,8 @@ OPTIONAL = ("grad_clip",)
 
 def check_config(config: DictConfig) -> None:
     """Raises ValueError, naming the key and what would be right, for a value that no run can have."""
+    if missing := OmegaConf.missing_keys(config):
+        raise ValueError(f"{', '.join(sorted(missing))} must be given: add key=value to the command")
     for key, smallest in INTEGERS.items():
         value = OmegaConf.select(config, key)
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:

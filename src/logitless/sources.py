@@ -32,23 +32,24 @@ class TextFiles:
         document_start: regular expression of the line that opens a document, or None.
         validation: documents to hold out at the end (an integer), or the part of the characters (a float below 1).
 
-    Raises:
-        ValueError: nothing at `path`, or nothing left to train on.
+    Its methods raise ValueError where there is nothing at `path`, or nothing left to train or validate on.
     """
 
     def __init__(self, path: str, document_start: str | None, validation: int | float):
         self.path = Path(path).expanduser()
         self.document_start = document_start
         self.validation = validation
-        self.files = [self.path]
-        if self.path.is_dir():
-            self.files = sorted(p for p in self.path.rglob("*") if p.name.endswith((".txt", ".txt.gz")))
-        if not self.files or not self.path.exists():
-            raise ValueError(f"data.path={path}: no such file, or a folder without .txt and .txt.gz files")
+
+    def files(self) -> list[Path]:
+        folder = sorted(file for file in self.path.rglob("*") if file.name.endswith((".txt", ".txt.gz")))
+        files = [self.path] if self.path.is_file() else folder
+        if not files:
+            raise ValueError(f"data.path={self.path}: no such file, or a folder without .txt and .txt.gz files")
+        return files
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps([self.document_start, self.validation]).encode())
-        for file in self.files:
+        for file in self.files():
             digest.update(hashlib.sha256(_read(file).encode()).digest())
         return digest.hexdigest()
 
