@@ -54,9 +54,8 @@ class TextFiles:
         return digest.hexdigest()
 
     def documents(self, split: str) -> Iterator[str]:
-        documents = [
-            d for file in self.files for d in split_documents(_read(file).splitlines(True), self.document_start)
-        ]
+        texts = (_read(file).splitlines(keepends=True) for file in self.files())
+        documents = [document for lines in texts for document in split_documents(lines, self.document_start)]
         train, validation = _hold_out(documents, self.validation)
         if not train or not validation:
             raise ValueError(
