@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference
 from .reference import LossSums, Objective, Rows
@@ -235,19 +234,25 @@ def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective)
 
 
 def backward_rows(
-    logits: Tensor, labels: Tensor, objective: Objective, rows: Rows, dlosses: Tensor, dlogits: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    row_max: Tensor,
+    log_sum: Tensor,
+    dlosses: Tensor,
+    dlogits: Tensor,
 ) -> None:
     """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
     if not runs_triton(logits):
-        return reference.backward_rows(logits, labels, objective, rows, dlosses, dlogits)
+        return reference.backward_rows(logits, labels, objective, row_max, log_sum, dlosses, dlogits)
     if logits.shape[0] == 0:
         return
     _backward_kernel[(logits.shape[0],)](
         logits,
         dlogits,
         labels,
-        rows.row_max,
-        rows.log_sum,
+        row_max,
+        log_sum,
         dlosses,
         *logits.stride(),
         *dlogits.stride(),
@@ -284,6 +289,15 @@ def _kernel_options(logits: Tensor, objective: Objective) -> dict:
     }
 
 
+def refuse_double_backward() -> None:
+    """Raises RuntimeError in a backward with create_graph=True, whose gradients could not be differentiated rightly.
+
+    `once_differentiable` would let pass the common case, where the upstream gradient is a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("cross-entropy has no second derivative here: call backward without create_graph=True")
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, objective, may_overwrite):
@@ -295,12 +309,11 @@ class _CrossEntropy(torch.autograd.Function):
         return rows.losses, rows.cross_entropies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dlosses, _):
+        refuse_double_backward()
         logits, labels, row_max, log_sum = ctx.saved_tensors  # raises if the logits were overwritten since forward
         dlogits = logits if ctx.may_overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        rows = Rows(losses=None, cross_entropies=None, row_max=row_max, log_sum=log_sum)
-        backward_rows(logits, labels, ctx.objective, rows, dlosses.contiguous(), dlogits)
+        backward_rows(logits, labels, ctx.objective, row_max, log_sum, dlosses.contiguous(), dlogits)
         if ctx.may_overwrite and runs_triton(logits):
             # Autograd does not see a Triton store: whoever saved these logits must now raise, not read gradients.
             torch.autograd.graph.increment_version(logits)

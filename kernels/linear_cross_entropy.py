@@ -11,11 +11,10 @@ Chunked heads: mgmalek/efficient_cross_entropy, Liger-Kernel (arXiv 2410.10989),
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference, schedules
-from .cross_entropy import reduce
-from .reference import LossSums, Objective, Rows
+from .cross_entropy import reduce, refuse_double_backward
+from .reference import LossSums, Objective
 from .schedules import NO_GRADIENTS, Gradients, Head
 
 
@@ -31,8 +30,8 @@ class _Summed(torch.autograd.Function):
         return sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dloss, _):
+        refuse_double_backward()
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -46,17 +45,17 @@ class _PerToken(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, wants):
         head = _cast(hidden, weight, bias, compute_dtype)
         rows, _ = schedules.token_chunks(head, labels, objective, chunk, NO_GRADIENTS)
-        ctx.save_for_backward(hidden, weight, bias, labels, *rows)
+        ctx.save_for_backward(hidden, weight, bias, labels, rows.row_max, rows.log_sum)
         ctx.options = compute_dtype, objective, chunk, wants
         return rows.losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dlosses):
-        hidden, weight, bias, labels, *rows = ctx.saved_tensors
+        refuse_double_backward()
+        hidden, weight, bias, labels, row_max, log_sum = ctx.saved_tensors
         compute_dtype, *options = ctx.options
         head = _cast(hidden, weight, bias, compute_dtype)
-        gradients = schedules.token_chunks_backward(head, labels, *options, Rows(*rows), dlosses.contiguous())
+        gradients = schedules.token_chunks_backward(head, labels, *options, row_max, log_sum, dlosses.contiguous())
         return *gradients, None, None, None, None, None
 
 

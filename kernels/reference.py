@@ -141,18 +141,25 @@ def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective)
     scale = torch.ones((), device=logits.device)
     for block in _blocks(logits):
         z = _softcapped(logits[block], objective)
-        _row_results(z, labels[block], objective, rows.slice(block))
-        logits[block] = _gradient_(z, labels[block], objective, rows.slice(block), scale)
+        part = rows.slice(block)
+        _row_results(z, labels[block], objective, part)
+        logits[block] = _gradient_(z, labels[block], objective, part.row_max, part.log_sum, scale)
     return rows
 
 
 def backward_rows(
-    logits: Tensor, labels: Tensor, objective: Objective, rows: Rows, dlosses: Tensor, dlogits: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    row_max: Tensor,
+    log_sum: Tensor,
+    dlosses: Tensor,
+    dlogits: Tensor,
 ) -> None:
     """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
     for block in _blocks(logits):
         z = _softcapped(logits[block], objective)
-        dlogits[block] = _gradient_(z, labels[block], objective, rows.slice(block), dlosses[block, None])
+        dlogits[block] = _gradient_(z, labels[block], objective, row_max[block], log_sum[block], dlosses[block, None])
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -187,13 +194,15 @@ def _row_results(z: Tensor, labels: Tensor, objective: Objective, rows: Rows) ->
     rows.losses.copy_(losses.masked_fill(~kept, 0.0))
 
 
-def _gradient_(z: Tensor, labels: Tensor, objective: Objective, rows: Rows, scale: Tensor) -> Tensor:
+def _gradient_(
+    z: Tensor, labels: Tensor, objective: Objective, row_max: Tensor, log_sum: Tensor, scale: Tensor
+) -> Tensor:
     """The gradient over the softcapped logits `z` [N, V], which are destroyed, times `scale` ([] or [N, 1])."""
     kept, index = _usable(labels, objective)
     slope = None if objective.softcap is None else 1 - (z / objective.softcap).square_()
-    gradient = z.sub_(rows.row_max[:, None]).sub_(rows.log_sum[:, None]).exp_()
+    gradient = z.sub_(row_max[:, None]).sub_(log_sum[:, None]).exp_()
     if objective.z_loss:
-        gradient.mul_(1 + 2 * objective.z_loss * (rows.row_max + rows.log_sum)[:, None])
+        gradient.mul_(1 + 2 * objective.z_loss * (row_max + log_sum)[:, None])
     if objective.label_smoothing:
         gradient.sub_(objective.label_smoothing / z.shape[1])
     gradient.scatter_add_(1, index, torch.full_like(gradient[:, :1], objective.label_smoothing - 1.0))

@@ -57,12 +57,20 @@ def token_chunks(
 
 
 def token_chunks_backward(
-    head: Head, labels: Tensor, objective: Objective, chunk: int, wants: Gradients, rows: Rows, dlosses: Tensor
+    head: Head,
+    labels: Tensor,
+    objective: Objective,
+    chunk: int,
+    wants: Gradients,
+    row_max: Tensor,
+    log_sum: Tensor,
+    dlosses: Tensor,
 ) -> Gradients:
     """The gradients for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
     accumulator = _Accumulator(head, chunk, wants)
     for part, logits in _logits_of_chunks(head, chunk):
-        cross_entropy.backward_rows(logits, labels[part], objective, rows.slice(part), dlosses[part], logits)
+        vectors = (vector[part] for vector in (row_max, log_sum, dlosses))
+        cross_entropy.backward_rows(logits, labels[part], objective, *vectors, logits)
         accumulator.add_(part, logits)
     del logits
     return accumulator.finish()

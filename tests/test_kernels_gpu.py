@@ -1,0 +1,217 @@
+"""What only a GPU can show of the kernels: bf16 and fp16 accuracy, peak memory, large offsets, no waiting, no races."""
+
+import pytest
+import torch
+from heads import IGNORE, assert_as_good_as_eager, eager, gold, make_head, relative_error, sums_and_gradients
+from test_cross_entropy import OBJECTIVES
+
+from kernels import cross_entropy as ce
+from kernels.cross_entropy import cross_entropy
+from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sums
+from kernels.reference import Objective
+from logitless.losses import fused, inplace, naive
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+FLOORS = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+BACKENDS = {
+    "naive": naive,
+    "inplace": inplace,
+    "fused": lambda *args, **options: fused(*args, chunk=100, **options),
+    "fused, one chunk": lambda *args, **options: fused(*args, chunk=10**6, **options),
+}
+
+
+def cuda_head(n, v, d, dtype=torch.bfloat16, **options):
+    hidden, weight, bias, labels = (None if t is None else t.cuda() for t in make_head(n, v, d, **options))
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels
+
+
+def peak_mib(function) -> float:
+    """Peak allocated above what was alive before, in MiB."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("vocab", [97, 50257])
+def test_every_backend_is_as_good_as_eager(vocab, objective, backend, dtype):
+    hidden, weight, bias, labels = cuda_head(331, vocab, 72, dtype, bias=True)
+
+    def loss(hidden, weight, bias):
+        return backend(hidden, weight, labels, bias=bias, **objective._asdict()).loss
+
+    ours = sums_and_gradients(loss, {"hidden": hidden, "weight": weight, "bias": bias})
+    arguments = (hidden, weight, bias, labels, objective)
+    assert_as_good_as_eager(ours, eager(*arguments), gold(*arguments), FLOORS[dtype])
+
+
+@pytest.mark.parametrize("vocab", [32000, 50304, 128256])
+@pytest.mark.parametrize("scale", [0.1, 30.0], ids=["flat", "confident"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_large_vocabularies_are_as_good_as_eager(vocab, scale, reduction):
+    hidden, weight, _, labels = cuda_head(331, vocab, 64, scale=scale)
+
+    def loss(hidden, weight):
+        losses = linear_cross_entropy(hidden, weight, labels, chunk=100, reduction=reduction)
+        return losses * 330 if reduction == "mean" else losses.sum()
+
+    ours = sums_and_gradients(loss, {"hidden": hidden, "weight": weight})
+    arguments = (hidden, weight, None, labels, Objective())
+    assert_as_good_as_eager(ours, eager(*arguments), gold(*arguments), 2**-9)
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_accumulates_an_fp32_dweight(hidden_dtype):
+    hidden, weight, bias, labels = cuda_head(331, 50257, 72, torch.float32, bias=True)
+    tensors = {"hidden": hidden.to(hidden_dtype), "weight": weight, "bias": bias}
+
+    def autocast(backend):
+        def loss(hidden, weight, bias):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return backend(hidden, weight, labels, bias=bias).loss
+
+        return sums_and_gradients(loss, tensors)
+
+    ours = autocast(BACKENDS["fused"])
+    assert {name: ours[f"d{name}"].dtype for name in tensors} == {name: t.dtype for name, t in tensors.items()}
+    right = gold(tensors["hidden"], weight, bias, labels, Objective())
+    assert_as_good_as_eager(ours, autocast(naive), right, 2**-9)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_more_logits_than_int32_can_count(reduction):
+    """43008 x 50257 > 2**31: only the last rows would be wrong."""
+    logits = torch.zeros(43008, 50257, dtype=torch.bfloat16, device="cuda", requires_grad=True) * 1
+    logits.data[-1, 50256] = 5.0
+    labels = torch.full((43008,), 50256, device="cuda")
+    loss = cross_entropy(logits, labels, reduction=reduction)
+    if reduction == "none":
+        assert loss[-1].item() == pytest.approx(5.827834, abs=1e-5)
+        assert (loss[:-1] - 10.824905).abs().max() < 1e-5
+    loss.sum().backward()
+    n = 43008 if reduction == "mean" else 1
+    p = torch.exp(torch.tensor(-5.827834)).item()
+    assert logits[-1, 50256].item() == pytest.approx((p - 1) / n, rel=1e-2)
+    assert logits[-1, 0].item() == pytest.approx(p / 148.413 / n, rel=1e-2)
+    assert logits[0, 50256].item() == pytest.approx((1 / 50257 - 1) / n, rel=1e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("label", [50, -1, 2**31, 63])
+def test_a_bad_label_gives_nan_and_zero_gradient(backend, label):
+    hidden, weight, _, labels = cuda_head(7, 50, 16)
+    labels[3] = label
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    sums = backend(hidden, weight, labels)
+    assert torch.isnan(sums.loss)
+    assert torch.isnan(sums.cross_entropy)
+    sums.loss.backward()
+    assert (hidden.grad[3] == 0).all()
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize("label", [50, -1, 2**31, 63])
+def test_a_bad_label_touches_nothing_around_the_logits(label):
+    guarded = torch.full((9, 70), 5.0, dtype=torch.bfloat16, device="cuda")
+    logits = guarded[1:8, 10:60]
+    labels = torch.arange(7, device="cuda")
+    labels[3] = label
+    ce.forward_backward_rows_(logits, labels, Objective())
+    logits[:] = 5.0
+    assert (guarded == 5.0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_no_step_waits_for_the_device(backend):
+    hidden, weight, bias, labels = cuda_head(331, 513, 64, bias=True)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    backend(*leaves[:2], labels, bias=bias).loss.backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend(*leaves[:2], labels, bias=bias).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("vocab", [50257, 65537, 131072])
+def test_repeats_are_identical_bit_for_bit(vocab):
+    hidden, weight, _, labels = cuda_head(511, vocab, 64)
+
+    def run():
+        return sums_and_gradients(
+            lambda hidden, weight: linear_cross_entropy_sums(hidden, weight, labels, Objective(), chunk=128).loss,
+            {"hidden": hidden, "weight": weight},
+        )
+
+    first = run()
+    for _ in range(20):
+        again = run()
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("vocab", [50304, 50257])
+@pytest.mark.parametrize("n", [8192, 16384])
+def test_the_transient_is_one_chunk_and_does_not_grow_with_tokens(vocab, n):
+    """fp32 weights under autocast: beyond the gradients, one chunk of logits and the bf16 copies of the inputs."""
+    hidden, weight, _, labels = cuda_head(n, vocab, 256, torch.float32)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+
+    def step():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            linear_cross_entropy(hidden, weight, labels, chunk=1024).backward()
+
+    step()
+    hidden.grad = weight.grad = None
+    gradients = 4 * (hidden.numel() + weight.numel())
+    copies = 2 * (hidden.numel() + weight.numel())
+    chunk = 2 * 1024 * (-(-vocab // 64) * 64)
+    assert peak_mib(step) == pytest.approx((gradients + copies + chunk) / MIB, rel=0.02)
+
+
+def test_the_in_place_gradient_allocates_nothing_the_size_of_the_logits():
+    logits = torch.randn(4096, 50304, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
+    labels = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    loss = cross_entropy(logits, labels)
+    logits_grad = torch.autograd.grad
+    assert peak_mib(lambda: logits_grad(loss, logits)) < 1
+
+
+def test_peaks_fall_from_naive_to_inplace_to_fused():
+    hidden, weight, _, labels = cuda_head(8192, 50304, 256, torch.float32)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    peaks = {}
+    for name in ("naive", "inplace", "fused"):
+
+        def step(backend=BACKENDS[name]):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                backend(hidden, weight, labels).loss.backward()
+
+        step()
+        hidden.grad = weight.grad = None
+        peaks[name] = peak_mib(step)
+        hidden.grad = weight.grad = None
+    logits = 2 * 8192 * 50304 / MIB
+    assert peaks["naive"] > 5 * logits
+    assert logits < peaks["inplace"] < 1.5 * logits
+    assert peaks["fused"] < 0.5 * logits
+
+
+def test_ignored_rows_do_not_reach_the_gradients():
+    hidden, weight, _, labels = cuda_head(331, 513, 64)
+    labels[100:200] = IGNORE
+    ours = sums_and_gradients(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, labels, chunk=64),
+        {"hidden": hidden, "weight": weight},
+    )
+    assert (ours["dhidden"][100:200] == 0).all()
+    right = gold(hidden, weight, None, labels, Objective(), 0.37 / 230)
+    assert relative_error(ours["dweight"], right["dweight"]) < 1e-2

@@ -1,0 +1,285 @@
+"""linear_cross_entropy: values and gradients over chunks, dtypes, autocast, and what is asked for."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from heads import IGNORE, assert_as_good_as_eager, eager, gold, make_head, relative_error, sums_and_gradients
+from test_cross_entropy import OBJECTIVES
+
+from kernels import reference, schedules
+from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sums
+from kernels.reference import Objective
+
+
+def fused_sum(labels, objective=OBJECTIVES["plain"], chunk=4):
+    def loss(hidden, weight, bias=None):
+        return linear_cross_entropy_sums(hidden, weight, labels, objective, bias=bias, chunk=chunk).loss
+
+    return loss
+
+
+def assert_close(ours: dict, tensors: dict, labels, objective=OBJECTIVES["plain"]):
+    arguments = (tensors["hidden"], tensors["weight"], tensors.get("bias"), labels, objective)
+    assert_as_good_as_eager(ours, eager(*arguments), gold(*arguments), floor=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_losses_and_gradients_equal_fp64_for_every_chunk(engine, chunk, objective):
+    hidden, weight, bias, labels = make_head(7, 33, 5, bias=True)
+    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
+    assert_close(sums_and_gradients(fused_sum(labels, objective, chunk), tensors), tensors, labels, objective)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 3), (5, 97, 8), (3, 9001, 2)], ids=str)
+def test_shapes_that_divide_nothing_are_right(engine, shape):
+    hidden, weight, _, labels = make_head(*shape, ignored=0)
+    tensors = {"hidden": hidden, "weight": weight}
+    assert_close(sums_and_gradients(fused_sum(labels, chunk=2), tensors), tensors, labels)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 128, 384, 385, 1000])
+def test_the_mean_does_not_depend_on_the_chunk(chunk):
+    """385 rows of zeros, but for one logit of 10: a mean of chunks' means would give 1.7985, a sum of them 7.1941."""
+    hidden = torch.zeros(385, 1)
+    hidden[384] = 1.0
+    weight = torch.zeros(11, 1)
+    weight[0] = 10.0
+    labels = torch.zeros(385, dtype=torch.int64)
+    assert linear_cross_entropy(hidden, weight, labels, chunk=chunk).item() == pytest.approx(2.391668, abs=1e-6)
+    assert linear_cross_entropy(hidden, weight, labels, chunk=chunk, reduction="none").shape == (385,)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 128, 384, 385, 1000])
+def test_ignored_tokens_do_not_count_in_the_mean(chunk):
+    hidden, weight, _, labels = make_head(385, 11, 6)
+    labels[:64] = IGNORE
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+    loss = linear_cross_entropy(*leaves, labels, chunk=chunk)
+    loss.backward()
+    right = [t.double().requires_grad_() for t in (hidden, weight)]
+    expected = F.cross_entropy(right[0] @ right[1].T, labels)
+    expected.backward()
+    assert relative_error(loss, expected) < 1e-6
+    for ours, gradient in zip(leaves, right, strict=True):
+        assert relative_error(ours.grad, gradient.grad) < 2e-6
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_reduction_none_takes_an_upstream_gradient_per_token(engine, chunk):
+    hidden, weight, bias, labels = make_head(7, 33, 5, bias=True)
+    objective = OBJECTIVES["all"]
+    upstream = torch.linspace(-1, 2, 7)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    losses = linear_cross_entropy(
+        *leaves[:2], labels, linear_bias=leaves[2], reduction="none", chunk=chunk, **objective._asdict()
+    )
+    for _ in range(2):  # nothing is overwritten, so a second backward is right as well
+        gradients = torch.autograd.grad(losses, leaves, upstream, retain_graph=True)
+        right = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+        total = 0.0
+        for row, factor in enumerate(upstream.double()):
+            one = slice(row, row + 1)
+            sums = reference.linear_cross_entropy_sums(right[0][one], right[1], labels[one], objective, bias=right[2])
+            total = total + factor * sums.loss
+        for ours, expected in zip(gradients, torch.autograd.grad(total, right), strict=True):
+            assert relative_error(ours, expected) < 2e-6
+
+
+def test_losses_of_reduction_none_may_be_changed_in_place():
+    hidden, weight, _, labels = make_head(7, 33, 5)
+    losses = linear_cross_entropy(hidden.requires_grad_(), weight, labels, reduction="none", chunk=3)
+    losses *= 2
+    losses.sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_leading_dimensions_and_strides_are_kept(engine):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 2, 8, generator=generator).transpose(0, 1)
+    weight = torch.randn(8, 9, generator=generator).t()
+    labels = torch.randint(9, (2, 4, 2), generator=generator)[..., 0]
+    ours, right = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    linear_cross_entropy(ours, weight, labels, chunk=3).backward()
+    F.cross_entropy((right @ weight.double().T).flatten(0, 1), labels.flatten()).backward()
+    assert relative_error(ours.grad, right.grad) < 2e-6
+    assert linear_cross_entropy(hidden, weight, labels, reduction="none").shape == (2, 4)
+
+
+def test_no_kept_token_gives_zero_connected_to_the_graph(engine):
+    hidden, weight, _, _ = make_head(4, 7, 3)
+    labels = torch.full((4,), IGNORE)
+    gradients = sums_and_gradients(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, labels, chunk=2),
+        {"hidden": hidden, "weight": weight},
+    )
+    assert all((value == 0).all() for value in gradients.values())
+
+
+def test_a_chunk_without_kept_tokens_changes_nothing(engine):
+    hidden, weight, _, labels = make_head(12, 7, 3, ignored=0)
+    labels[4:8] = IGNORE
+    tensors = {"hidden": hidden, "weight": weight}
+    assert_close(sums_and_gradients(fused_sum(labels, chunk=4), tensors), tensors, labels)
+
+
+def test_no_token_at_all_gives_zero(engine):
+    _, weight, _, _ = make_head(1, 7, 3)
+    labels = torch.zeros(0, dtype=torch.int64)
+    gradients = sums_and_gradients(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, labels),
+        {"hidden": torch.zeros(0, 3), "weight": weight},
+    )
+    assert gradients["dhidden"].shape == (0, 3)
+    assert (gradients["dweight"] == 0).all()
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_gradients_come_exactly_where_they_are_asked_for(wanted, reduction, monkeypatch):
+    hidden, weight, bias, labels = make_head(7, 33, 5, bias=True)
+    leaves = [t.clone().requires_grad_(want) for t, want in zip((hidden, weight, bias), wanted, strict=True)]
+    made = []
+    original = schedules._matmul
+    monkeypatch.setattr(
+        schedules, "_matmul", lambda a, b, *, out, add=False: (made.append(out.shape), original(a, b, out=out, add=add))
+    )
+    loss = linear_cross_entropy(*leaves[:2], labels, linear_bias=leaves[2], chunk=3, reduction=reduction)
+    assert loss.requires_grad == any(wanted)
+    if any(wanted):
+        loss.sum().backward()
+    right = gold(hidden, weight, bias, labels, Objective(), upstream=1.0)
+    for leaf, want, name in zip(leaves, wanted, ("dhidden", "dweight", "dbias"), strict=True):
+        assert (leaf.grad is not None) == want
+        assert not want or relative_error(leaf.grad, right[name]) < 2e-6
+    assert (weight.shape in made) == wanted[1]  # a frozen head costs no [V, D] buffer
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_no_grad_makes_no_gradient(reduction, monkeypatch):
+    hidden, weight, _, labels = make_head(7, 33, 5)
+    monkeypatch.setattr(schedules, "_matmul", lambda *args, **kwargs: pytest.fail("a gradient was made"))
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, reduction=reduction)
+    assert not loss.requires_grad
+
+
+def test_second_backward_raises_and_keeps_the_first():
+    hidden, weight, _, labels = make_head(6, 7, 5)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = linear_cross_entropy(*leaves, labels, chunk=4) * 0.5
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    with pytest.raises(RuntimeError, match="first backward"):
+        torch.autograd.grad(loss, leaves, torch.tensor(2.0), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_double_backward_raises(reduction):
+    hidden, weight, _, labels = make_head(6, 7, 5)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+# dtypes
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_computes_in_bf16_and_returns_gradients_in_the_inputs_dtypes(hidden_dtype, bias, reduction):
+    hidden, weight, bias, labels = make_head(34, 50, 16, bias=bias)
+    hidden = hidden.to(hidden_dtype)
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+
+    def fused(hidden, weight, bias=None):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = linear_cross_entropy(hidden, weight, labels, linear_bias=bias, chunk=8, reduction=reduction)
+        return losses if reduction == "mean" else losses.sum() / 33
+
+    def theirs(hidden, weight, bias=None):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return reference.linear_cross_entropy_sums(hidden, weight, labels, Objective(), bias=bias).loss / 33
+
+    right = gold(hidden, weight, bias, labels, Objective(), upstream=0.37 / 33)
+    right["loss"] /= 33
+    ours = sums_and_gradients(fused, tensors)
+    assert_as_good_as_eager(ours, sums_and_gradients(theirs, tensors), right, floor=2**-9)
+    assert ours["loss"].dtype == torch.float32
+    assert {name: ours[f"d{name}"].dtype for name in tensors} == {name: t.dtype for name, t in tensors.items()}
+
+
+def test_autocast_does_not_round_an_fp32_dweight_to_bf16():
+    hidden, weight, _, labels = make_head(34, 50, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        linear_cross_entropy(hidden, weight.requires_grad_(), labels, chunk=8).backward()
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
+def test_fp32_is_not_rounded_to_bf16():
+    hidden, weight, _, labels = make_head(34, 50, 16)
+    tensors = {"hidden": hidden, "weight": weight}
+    assert_close(sums_and_gradients(fused_sum(labels, chunk=8), tensors), tensors, labels)
+
+
+def test_bf16_weights_get_bf16_gradients():
+    hidden, weight, _, labels = make_head(34, 50, 16)
+    tensors = {"hidden": hidden.bfloat16(), "weight": weight.bfloat16()}
+    ours = sums_and_gradients(fused_sum(labels, chunk=8), tensors)
+    assert (ours["dhidden"].dtype, ours["dweight"].dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_the_error_of_dweight_does_not_grow_with_the_number_of_chunks():
+    """A bf16 sum over 256 chunks would be five times worse than one chunk."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(4096, 32, generator=generator) + 1).bfloat16()
+    weight = torch.randn(64, 32, generator=generator).bfloat16()
+    labels = torch.zeros(4096, dtype=torch.int64)  # so that dlogits have a mean
+    right = gold(hidden, weight, None, labels, Objective())["dweight"]
+    errors = {}
+    for chunks in (1, 4, 64, 256):
+        ours = sums_and_gradients(fused_sum(labels, chunk=4096 // chunks), {"hidden": hidden, "weight": weight})
+        errors[chunks] = relative_error(ours["dweight"], right)
+    assert max(errors.values()) <= 1.2 * errors[1], errors
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("label", [7, -1, 2**31, 15])
+def test_a_label_outside_the_vocabulary_is_an_index_error(label, reduction):
+    with pytest.raises(IndexError, match=str(label)):
+        linear_cross_entropy(torch.randn(2, 3), torch.randn(7, 3), torch.tensor([0, label]), reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk"),
+        ({"chunk": 2.5}, "chunk"),
+        ({"chunk": True}, "chunk"),
+        ({"reduction": "avg"}, "avg"),
+        ({"label_smoothing": -0.1}, "label_smoothing"),
+        ({"linear_bias": torch.zeros(6)}, r"\[7\].*\[6\]"),
+        ({"linear_weight": torch.zeros(7, 4)}, r"\[7, 4\]"),
+        ({"linear_weight": torch.zeros(0, 3)}, "not materialised"),
+        ({"linear_weight": torch.zeros(7, 3).bfloat16()}, "autocast"),
+        ({"input": torch.zeros(2, 3).double(), "linear_weight": torch.zeros(7, 3).double()}, "float64"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, r"\[2\].*\[3\]"),
+        ({"target": torch.zeros(2)}, "int32 or int64"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, message):
+    arguments = {"input": torch.randn(2, 3), "linear_weight": torch.randn(7, 3), "target": torch.tensor([0, 1])}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**(arguments | change))
+
+
+def test_the_reference_refuses_the_same_labels():
+    with pytest.raises(IndexError, match="7"):
+        reference.linear_cross_entropy_sums(torch.randn(2, 3), torch.randn(7, 3), torch.tensor([0, 7]), Objective())
