@@ -64,6 +64,10 @@ class Throughput(pl.Callback):
         self._seconds = 0.0
         self._tokens = 0
         self._last: tuple[float, int] | None = None
+        self._start = 0
+
+    def on_train_start(self, trainer, module) -> None:
+        self._start = trainer.global_step  # > 0 in a resumed run
 
     def tokens_per_s(self) -> float | None:
         """Mean over the run so far; None before the end of the second step."""
@@ -71,7 +75,7 @@ class Throughput(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         if self._last is None:
-            if trainer.global_step:
+            if trainer.global_step > self._start:
                 self._restart(module)
         elif module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
             seconds, tokens = self._lap(module)

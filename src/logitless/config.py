@@ -1,6 +1,8 @@
 """What a composed configuration must satisfy before anything is built; every message names the key."""
 
-from omegaconf import DictConfig, OmegaConf
+import math
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kernels.reference import Objective, check_objective
 
@@ -30,8 +32,11 @@ NUMBERS = {
     "grad_clip": (0.0, False, None),
     "min_lr_ratio": (0.0, True, 1.0),
     "model.dropout": (0.0, True, 1.0),
+    "label_smoothing": (0.0, True, 1.0),
+    "z_loss": (0.0, True, None),
+    "softcap": (0.0, False, None),
 }
-OPTIONAL = ("grad_clip",)
+OPTIONAL = ("grad_clip", "softcap")
 
 
 def check_config(config: DictConfig) -> None:
@@ -40,22 +45,35 @@ def check_config(config: DictConfig) -> None:
         raise ValueError(f"{', '.join(sorted(missing))} must be given: add key=value to the command")
     for key, smallest in INTEGERS.items():
         value = OmegaConf.select(config, key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        if type(value) is not int or value < smallest:
             raise ValueError(f"{key}={value} must be an integer >= {smallest}, written without point or exponent")
+    if type(config.ignore_index) is not int:
+        raise ValueError(f"ignore_index={config.ignore_index} must be an integer")
     for key, (smallest, inclusive, largest) in NUMBERS.items():
         value = OmegaConf.select(config, key)
         if value is None and key in OPTIONAL:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value < smallest or (value == smallest and not inclusive) or value > (largest or value):
+        if (
+            not _is_number(value)
+            or value < smallest
+            or (value == smallest and not inclusive)
+            or value > (largest or value)
+        ):
             bounds = f"{'>=' if inclusive else '>'} {smallest}" + (f" and <= {largest}" if largest else "")
             raise ValueError(f"{key}={value} must be a number {bounds}")
+    betas = config.betas
+    if not isinstance(betas, ListConfig) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
+        raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
     if config.precision not in PRECISIONS:
         raise ValueError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}")
     vocab = config.model.padded_vocab_size
     if vocab is not None and (not isinstance(vocab, int) or vocab < 1 or vocab % 64):
         raise ValueError(f"model.padded_vocab_size={vocab} must be a multiple of 64, or null")
     check_objective(Objective(config.ignore_index, config.label_smoothing, config.z_loss, config.softcap))
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def padded_vocab_size(asked: int | None, tokenizer_size: int) -> int:

@@ -45,7 +45,7 @@ def _start_wandb(settings: dict, run_dir: Path, run_name: str, config: dict):
     # Asked without a prompt and without the network. WANDB_MODE, where set, is the user's own answer.
     mode = os.environ.get("WANDB_MODE")
     if mode is None:
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        mode = "online" if _is_logged_in() else "offline"
     arguments = {
         "project": settings["project"],
         "entity": settings["entity"],
@@ -65,3 +65,13 @@ def _start_wandb(settings: dict, run_dir: Path, run_name: str, config: dict):
     run.define_metric("*", step_metric="trainer/global_step")
     run.define_metric("val/loss", summary="min", step_metric="trainer/global_step")
     return run
+
+
+def _is_logged_in() -> bool:
+    import wandb
+
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:  # a key that cannot be one
+        print(f"wandb: {error}; logging offline")
+        return False

@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,9 @@ class LanguageModel(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         accumulate = self.trainer.accumulate_grad_batches
-        torch.manual_seed(self.seed + 2**32 * (self.global_step * accumulate + batch_idx % accumulate + 1))
+        micro_batch = self.global_step * accumulate + batch_idx % accumulate
+        # Mixed into 32 bits: a CPU generator drops the rest of its seed.
+        torch.manual_seed(int(np.random.SeedSequence((self.seed, micro_batch)).generate_state(1)[0]))
 
     def is_logging_step(self, step: int) -> bool:
         """Whether the curves get a point at optimizer step `step` = 1, 2, ...; only then is the device waited for."""
@@ -59,7 +62,8 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen += self._window_tokens
         self.empty_windows += self._window_tokens == 0
         if self.is_logging_step(step):
-            self._plot_loss("train", self._window_sum / max(self._window_tokens, 1))
+            window_sum = self.trainer.strategy.reduce(self._window_sum, reduce_op="sum")  # over ranks
+            self._plot_loss("train", window_sum / max(self._window_tokens, 1))
             self.plot("lr", optimizer.param_groups[0]["lr"])
         self._window_sum = 0.0
 
@@ -83,7 +87,7 @@ class LanguageModel(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         mean = self._val_sum / max(self._val_tokens, 1)
         self._plot_loss("val", mean)
-        self.plot("val/perplexity", math.exp(mean))
+        self.plot("val/perplexity", torch.as_tensor(mean, dtype=torch.float64).exp())  # inf where math.exp raises
         self._write_point()
 
     def plot(self, name: str, value: float | Tensor, *, progress_bar: bool = False) -> None:

@@ -19,6 +19,7 @@ from logitless.config import check_config, padded_vocab_size
 from logitless.data import TextData, load_corpus
 from logitless.generation import complete
 from logitless.loggers import Loggers
+from logitless.model import GPTConfig
 from logitless.module import LanguageModel
 from logitless.records import append_record, is_out_of_memory, new_record
 
@@ -43,6 +44,7 @@ def train(config: DictConfig, run_dir: Path) -> dict:
     vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
     plain = OmegaConf.to_container(config, resolve=True)
     plain["model"]["padded_vocab_size"] = vocab
+    GPTConfig(**plain["model"])  # refuses a shape that cannot be built
     loss = hydra.utils.instantiate(config.loss)
 
     pl.seed_everything(config.seed, verbose=False)
