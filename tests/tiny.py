@@ -1,0 +1,58 @@
+"""Runs that take about a second: one narrow layer on a text of a few hundred lines."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = sorted(file.stem for file in (ROOT / "conf" / "loss").glob("*.yaml"))
+WORDS = ["the", "of", "and", "to", "she", "had", "captain", "anne", "very", "house", "little", "good", "walk", "friend"]
+SMALL = (
+    "tokenizer.vocab_size=300",
+    "model.n_layers=1",
+    "model.n_heads=2",
+    "model.width=16",
+    "seq_len=8",
+    "batch_size=2",
+    "max_steps=4",
+    "warmup_steps=2",
+    "log_every=1",
+    "val_every=2",
+    "val_batches=2",
+    "checkpoint_every=2",
+    "trainer=cpu",
+)
+
+
+def overrides(tmp_path: Path, *more: str) -> list[str]:
+    """Overrides of a tiny run on a text in `tmp_path`, which is written if need be; `more` wins."""
+    text = tmp_path / "text.txt"
+    if not text.exists():
+        draw = random.Random(0)
+        text.write_text("".join(" ".join(draw.choices(WORDS, k=10)) + "\n" for _ in range(300)))
+    return ["data=text", f"data.path={text}", f"cache_dir={tmp_path / 'cache'}", *SMALL, "logger=csv", *more]
+
+
+def compose(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return hydra.compose("train", overrides=list(overrides))
+
+
+def tiny(tmp_path: Path, *more: str) -> DictConfig:
+    return compose(*overrides(tmp_path, *more))
+
+
+def read_record(run_dir: Path) -> dict:
+    """The only record in `run_dir`."""
+    (line,) = (run_dir / "record.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+def read_curve(run_dir: Path, name: str) -> dict[int, float]:
+    """Values of a column of the run's CSV by step."""
+    with open(run_dir / "curves" / "metrics.csv") as stream:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(stream) if row[name]}
