@@ -101,7 +101,11 @@ class HubDataset:
         self.streaming, self.max_documents = streaming, max_documents
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.arguments).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(self.arguments).encode())
+        for file in sorted(file for file in Path(self.repo).rglob("*") if file.is_file()):  # none in a name of the hub
+            with open(file, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
 
     def documents(self, split: str) -> Iterator[str]:
         held_out = self.validation if isinstance(self.validation, int) else 0
