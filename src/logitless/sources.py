@@ -7,7 +7,6 @@ its two splits, "train" and "validation".
 import gzip
 import hashlib
 import json
-import os
 import re
 import socket
 import urllib.request
@@ -122,8 +121,8 @@ class HubDataset:
 
     def _load(self, hub_split: str):
         is_local = Path(self.repo).exists()
-        if not is_local and not _hub_is_reachable():
-            os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported: no retries, its cache only
+        if not is_local:
+            use_hub_cache_when_offline()
         import datasets  # 0.9 s and 290 MB that runs on local text do without
 
         revision = None if is_local else self.revision
@@ -171,8 +170,16 @@ def _read(file: Path) -> str:
         return stream.read()
 
 
+def use_hub_cache_when_offline() -> None:
+    """Keeps the hub's clients to their local cache if the hub is out of reach; they would retry for 23 s."""
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not _hub_is_reachable():
+        constants.HF_HUB_OFFLINE = True  # the environment variable was read by the import above
+
+
 def _hub_is_reachable() -> bool:
-    """Whether the hub's port opens within 3 s; `datasets` itself would retry for 23 s. Proxies are trusted."""
+    """Whether the hub's port opens within 3 s. Proxies are trusted."""
     from huggingface_hub import constants
 
     if urllib.request.getproxies():

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import tokenizers
 
+from logitless.sources import use_hub_cache_when_offline
+
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 20_000_000  # a larger sample changes few of 8192 merges and costs minutes
 
@@ -25,6 +27,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer
 
 def from_hub(repo: str, revision: str) -> tokenizers.Tokenizer:
     """The tokenizer of a hub repository, which must know END_OF_TEXT. Raises RuntimeError if it is out of reach."""
+    use_hub_cache_when_offline()
     try:
         tokenizer = tokenizers.Tokenizer.from_pretrained(repo, revision=revision)
     except Exception as error:  # `tokenizers` raises a bare Exception when the hub is out of reach
