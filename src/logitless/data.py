@@ -170,8 +170,8 @@ class Batches(Dataset):
         return [self._epoch_order(p // len(self.blocks))[p % len(self.blocks)] for p in positions]
 
     def _draw_epoch_order(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed + 2**32 * epoch)
-        return torch.randperm(len(self.blocks), generator=generator).tolist()
+        # Not torch's generator: on a CPU it reads the lower 32 bits of its seed, too few for a seed and an epoch.
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.blocks)).tolist()
 
     def _count_window_tokens(self, window: int) -> int:
         per_window = self.accumulate * self.world
