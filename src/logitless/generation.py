@@ -20,7 +20,7 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[GPT, tokenizers.T
         pickle.UnpicklingError: anything else than plain containers in the file.
     """
     checkpoint = torch.load(path, map_location=device, weights_only=True)
-    parameters = checkpoint["hyper_parameters"]
+    parameters = checkpoint.get("hyper_parameters", {})
     if set(parameters) != {"model"} or set(parameters["model"]) != set(GPTConfig.__dataclass_fields__):
         raise ValueError(f"{path} does not hold the hyper-parameters of a GPT: {parameters}")
     gpt = GPT(GPTConfig(**parameters["model"])).to(device)
