@@ -1,0 +1,201 @@
+import math
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from logitless import losses
+from logitless.model import GPT, GPTConfig, KeyValueCache, _rotary_table, _rotate
+
+MODELS = sorted((Path(__file__).parents[1] / "conf/model").glob("*.yaml"))
+B, T, D, V = 2, 7, 24, 128
+
+
+def make_gpt(seed: int = 0, **options) -> GPT:
+    """A small GPT whose weights are large enough for every part to matter."""
+    defaults = {"n_layers": 2, "n_heads": 3, "width": D, "padded_vocab_size": V, "mlp": "swiglu"}
+    defaults |= {"tied": False, "head_bias": False, "dropout": 0.0}
+    gpt = GPT(GPTConfig(**defaults | options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.normal_(1.0 if parameter.shape == (D,) else 0.0, 0.3, generator=generator)
+    return gpt.eval()
+
+
+def make_tokens(seed: int = 1, batch: int = B, length: int = T) -> torch.Tensor:
+    return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(file: Path) -> tuple[GPTConfig, dict]:
+    settings = OmegaConf.to_container(OmegaConf.load(file))
+    model = settings["model"]
+    return GPTConfig(**model | {"padded_vocab_size": model["padded_vocab_size"] or 8192}), settings
+
+
+@pytest.mark.parametrize(("mlp", "tied", "bias"), list(product(["swiglu", "gelu"], [True, False], [True, False])))
+def test_hidden_and_logits_have_their_shapes_and_every_parameter_a_gradient(mlp, tied, bias):
+    gpt = make_gpt(mlp=mlp, tied=tied, head_bias=bias)
+    tokens = make_tokens()
+    hidden = gpt(tokens)
+    assert hidden.shape == (B, T, D)
+    assert gpt.head.logits(hidden).shape == (B, T, V)
+    sums = gpt.head(hidden, tokens, losses.naive)
+    assert sums.loss.shape == sums.cross_entropy.shape == ()
+    sums.loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in gpt.parameters())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_head_gives_one_loss_and_one_set_of_logits(bias):
+    gpt, labels = make_gpt(head_bias=bias), make_tokens(3)
+    hidden = gpt(make_tokens())
+    logits = gpt.head.logits(hidden).flatten(0, 1)
+    right = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
+    for loss in (losses.naive, losses.inplace, partial(losses.fused, chunk=4)):
+        assert gpt.head(hidden, labels, loss).loss.item() == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+@pytest.mark.parametrize("changed", range(T))
+def test_a_token_changes_no_hidden_before_it_and_all_from_it_on(mlp, changed):
+    gpt, tokens = make_gpt(mlp=mlp), make_tokens()
+    other = tokens.clone()
+    other[:, changed] = (other[:, changed] + 1) % V
+    with torch.no_grad():
+        change = (gpt(tokens) - gpt(other)).abs().amax(dim=-1)
+    assert change[:, :changed].eq(0).all()
+    assert change[:, changed:].gt(1e-4).all()
+
+
+def test_the_sequences_of_a_batch_do_not_see_each_other():
+    gpt, tokens = make_gpt(), make_tokens()
+    with torch.no_grad():
+        together, alone = gpt(tokens), torch.cat([gpt(tokens[:1]), gpt(tokens[1:])])
+    torch.testing.assert_close(together, alone)
+
+
+def test_the_order_of_earlier_tokens_matters():
+    gpt, tokens = make_gpt(n_layers=1), make_tokens()
+    swapped = tokens[:, [1, 0, *range(2, T)]]
+    with torch.no_grad():
+        assert (gpt(tokens) - gpt(swapped))[:, -1].abs().max() > 1e-4
+
+
+def test_a_tied_weight_is_one_parameter_and_counted_once():
+    tied, untied = make_gpt(tied=True), make_gpt(tied=False)
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+    assert untied.n_parameters() - tied.n_parameters() == V * D
+    assert tied.n_parameters() == sum(t.numel() for name, t in tied.state_dict().items() if name != "head.weight")
+
+
+def test_a_tied_weight_collects_the_gradients_of_both_its_uses():
+    gradients = {}
+    for tied in (True, False):
+        gpt = make_gpt(tied=tied)
+        with torch.no_grad():
+            gpt.head.weight.copy_(gpt.embedding.weight)
+            for parameter, twin in zip(gpt.blocks.parameters(), make_gpt(seed=7).blocks.parameters(), strict=True):
+                parameter.copy_(twin)
+            gpt.norm.weight.fill_(1.0)
+        gpt.head(gpt(make_tokens()), make_tokens(3), losses.naive).loss.backward()
+        gradients[tied] = gpt.embedding.weight.grad + (0 if tied else gpt.head.weight.grad)
+    torch.testing.assert_close(gradients[True], gradients[False])
+
+
+@pytest.mark.parametrize(("tied", "bias"), list(product([True, False], [True, False])))
+def test_head_share_is_the_part_of_the_parameters_in_the_head(tied, bias):
+    gpt = make_gpt(tied=tied, head_bias=bias)
+    rest = sum(parameter.numel() for parameter in [*gpt.blocks.parameters(), *gpt.norm.parameters()])
+    head = V * D + bias * V
+    assert gpt.head_share() == pytest.approx(head / (rest + head + (0 if tied else V * D)))
+
+
+def test_swiglu_and_gelu_cost_about_the_same():
+    sizes = [sum(p.numel() for p in make_gpt(mlp=mlp, width=192).blocks.parameters()) for mlp in ("swiglu", "gelu")]
+    assert sizes[0] == sizes[1]
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 2, T, 8, generator=generator)
+
+    def scores(start: int) -> torch.Tensor:
+        rotary = _rotary_table(start, start + T, 8, torch.device("cpu"))
+        return _rotate(query, *rotary) @ _rotate(key, *rotary).transpose(-1, -2)
+
+    torch.testing.assert_close(scores(0), scores(100), atol=1e-4, rtol=1e-4)
+    assert (scores(0) - query @ key.transpose(-1, -2)).abs().max() > 0.1  # the rotation does something
+
+
+def test_rotation_keeps_dtype_and_length():
+    x = torch.randn(1, 2, T, 8, generator=torch.Generator().manual_seed(0))
+    rotated = _rotate(x.bfloat16(), *_rotary_table(3, 3 + T, 8, x.device))
+    assert rotated.dtype == torch.bfloat16
+    torch.testing.assert_close(rotated.float().norm(dim=-1), x.norm(dim=-1), atol=0.05, rtol=0.02)
+
+
+def test_a_cache_gives_the_hidden_of_a_full_pass():
+    gpt, tokens = make_gpt(), make_tokens()
+    cache = KeyValueCache(gpt.config, B, T, tokens.device, torch.float32)
+    with torch.no_grad():
+        parts = [gpt(tokens[:, :3], cache), *(gpt(tokens[:, t : t + 1], cache) for t in range(3, T))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), gpt(tokens), atol=1e-5, rtol=1e-4)
+    assert cache.length == T
+
+
+def test_a_started_cache_refuses_more_than_one_token():
+    gpt, tokens = make_gpt(), make_tokens()
+    cache = KeyValueCache(gpt.config, B, T, tokens.device, torch.float32)
+    with torch.no_grad():
+        gpt(tokens[:, :3], cache)
+    with pytest.raises(ValueError, match="a cache of 3 positions is continued by one token at a time, got 2"):
+        gpt(tokens[:, 3:5], cache)
+
+
+def test_dropout_acts_in_training_alone():
+    gpt, tokens = make_gpt(dropout=0.5), make_tokens()
+    assert torch.equal(gpt(tokens), gpt(tokens))
+    gpt.train()
+    assert not torch.equal(gpt(tokens), gpt(tokens))
+
+
+def test_a_fresh_model_predicts_every_token_alike():
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(4, 4, 128, 8192, "swiglu", True, False, 0.0))
+    tokens = torch.randint(8192, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = gpt.head(gpt(tokens[:, :-1]), tokens[:, 1:], losses.naive).loss / tokens[:, 1:].numel()
+    assert abs(float(loss) - math.log(8192)) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"width": 25}, r"model\.width=25 must be an even multiple of model\.n_heads=3"),
+        ({"width": 27}, r"model\.width=27 must be an even multiple"),  # heads of 9: no two halves to rotate
+        ({"mlp": "relu"}, r"model\.mlp must be swiglu or gelu, got relu"),
+        ({"padded_vocab_size": 100}, r"model\.padded_vocab_size must be a multiple of 64, got 100"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make_gpt(**wrong)
+
+
+@pytest.mark.parametrize(("name", "smallest", "largest"), [("small", 122e6, 126e6), ("medium", 345e6, 360e6)])
+def test_the_named_sizes_are_those_of_gpt2(name, smallest, largest):
+    config, _ = model_of(next(file for file in MODELS if file.stem == name))
+    with torch.device("meta"):
+        assert smallest < GPT(config).n_parameters() < largest
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_a_step_of_every_model_has_four_chunks_or_more(file):
+    _, settings = model_of(file)
+    chunk = OmegaConf.load(file.parents[1] / "train.yaml").chunk
+    assert settings["batch_size"] * settings["seq_len"] >= 4 * chunk
