@@ -23,8 +23,8 @@ from torch import Tensor
 from . import reference
 from .reference import LossSums, Objective, Rows
 
-MAX_BLOCK_V = 8192  # 16 warps x 32 lanes x 16 elements: two 16-byte loads of bf16 in flight a lane
-NUM_WARPS = 16
+MAX_BLOCK_V = 2048  # 4 warps x 32 lanes x 16 elements: two 16-byte loads of bf16 in flight a lane, and many programs
+NUM_WARPS = 4
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import HAS_GPU
 from heads import IGNORE, relative_error
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_sums
@@ -271,6 +272,7 @@ def test_a_label_outside_the_vocabulary_is_an_index_error(label, ignore_index):
         cross_entropy(torch.randn(6, 7), labels, ignore_index=ignore_index)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="the GPU tests hold this on the GPU")
 @pytest.mark.parametrize("label", [7, -1, 2**31, 15])
 def test_a_bad_label_in_the_kernel_gives_nan_and_zero_gradient_and_touches_nothing_else(label, monkeypatch):
     """What a GPU does, where the check on the CPU would cost a wait; here in the interpreter."""

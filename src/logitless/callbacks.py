@@ -58,7 +58,7 @@ def _larger(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
 
 
 class Throughput(pl.Callback):
-    """Training tokens a second, without validation and without the first step (compilation, optimizer state)."""
+    """Training tokens a second, without validation, checkpoints, and the first step (compilation, optimizer state)."""
 
     def __init__(self):
         self._seconds = 0.0
@@ -73,21 +73,25 @@ class Throughput(pl.Callback):
         """Mean over the run so far; None before the end of the second step."""
         return self._tokens / self._seconds if self._seconds else None
 
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if self._last is None and trainer.global_step > self._start:
+            self._restart(module)
+
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        if self._last is None:
-            if trainer.global_step > self._start:
-                self._restart(module)
-        elif module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
+        if self._last and module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
             seconds, tokens = self._lap(module)
             module.plot("tokens_per_s", tokens / seconds, progress_bar=True)
 
     def on_validation_start(self, trainer, module) -> None:
+        self._pause(module)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint) -> None:
+        self._pause(module)
+
+    def _pause(self, module) -> None:
         if self._last is not None:
             self._lap(module)
-
-    def on_validation_end(self, trainer, module) -> None:
-        if self._last is not None:
-            self._restart(module)
+            self._last = None
 
     def _restart(self, module) -> None:
         self._wait(module)

@@ -1,0 +1,31 @@
+# Every target needs Python 3.11 or newer with venv (Debian, Ubuntu: apt install python3-venv), nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help install train test lint report clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
+
+install: .venv/installed  ## make .venv with all packages
+
+.venv/installed: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev,figures]'
+	touch $@
+
+train: install  ## train the default model: minutes on two CPU cores, less on a GPU
+	$(BIN)/python scripts/train.py loss=fused chunk=1024
+
+test: install  ## run the whole suite; tests that need a GPU say that they were skipped
+	$(BIN)/python -m pytest
+
+lint: install  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+report: install  ## draw docs/figures from the records in docs/results
+	$(BIN)/python scripts/report.py docs/results/small_h200 --out docs/figures
+
+clean:  ## remove .venv and caches, keep runs
+	rm -rf .venv .pytest_cache .ruff_cache logitless.egg-info
