@@ -36,18 +36,24 @@ def figure(records: list[dict]) -> alt.HConcatChart:
     for record in records:
         record["label"] = record["backend"] + (f", chunk={record['chunk']}" if record["chunk"] else "")
     labels = [record["label"] for record in sorted(records, key=lambda record: ORDER.index(record["backend"]))]
-    color = alt.Color("label:N", title=None, sort=labels, scale=alt.Scale(domain=labels), legend=None)
+    scale = {"title": None, "sort": labels, "legend": None}
+    color = alt.Color("label:N", scale=alt.Scale(domain=labels), **scale)
+    # The first line is the widest: where curves coincide, all of them stay visible.
+    widths = alt.Scale(domain=labels, range=[6, 3.5, 1.2][: len(labels)])
     curve = alt.Chart(alt.Data(values=[point for record in records for point in curve_of(record)]))
-    loss = curve.mark_line(strokeWidth=1.5, opacity=0.7).encode(
+    loss = curve.mark_line().encode(
         x=alt.X("tokens:Q", title="tokens", axis=alt.Axis(format="~s")),
         y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)),
         color=color,
+        strokeWidth=alt.StrokeWidth("label:N", scale=widths, **scale),
     )
-    peak = next(name for name in PEAKS if name in records[0])
-    bars = alt.Chart(alt.Data(values=[{"label": r["label"], "peak": r[peak]} for r in records])).encode(
-        x=alt.X("peak:Q", title=PEAKS[peak]), y=alt.Y("label:N", title=None, sort=labels), color=color
+    name = next(name for name in PEAKS if name in records[0])
+    peak = alt.X("peak:Q", title=PEAKS[name], scale=alt.Scale(domain=[0, 1.15 * max(r[name] for r in records)]))
+    bars = alt.Chart(alt.Data(values=[{"label": r["label"], "peak": r[name]} for r in records])).encode(
+        x=peak, y=alt.Y("label:N", title=None, sort=labels)
     )
-    memory = bars.mark_bar() + bars.mark_text(align="left", dx=4).encode(text=alt.Text("peak:Q", format=".2f"))
+    numbers = bars.mark_text(align="left", dx=4).encode(text=alt.Text("peak:Q", format=".2f"))
+    memory = bars.mark_bar().encode(color=color) + numbers
     first = records[0]
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "triton"))
     subtitle = [f"{first['device']}, {versions}", f"train.py {without_backend(first['command'])}"]
