@@ -135,11 +135,15 @@ def test_completions_begin_with_their_prompts(gpt, tokenizer):
 
 
 def test_a_completion_stops_at_end_of_text(tokenizer):
-    gpt = make_gpt()
-    with torch.no_grad():
-        gpt.head.bias[tokenizer.token_to_id(END_OF_TEXT)] = 1e4
-    options = {"max_new_tokens": 8, "temperature": 0.0, "top_k": None, "seed": 1}
-    assert complete(gpt, tokenizer, ["It was", ""], **options) == ["It was", ""]
+    gpt, letter = make_gpt(), tokenizer.token_to_id("x")
+    with torch.no_grad():  # a coin decides between the letter and the end
+        gpt.head.weight.zero_()
+        gpt.head.bias.fill_(-1e4)
+        gpt.head.bias[[letter, tokenizer.token_to_id(END_OF_TEXT)]] = 0.0
+    options = {"max_new_tokens": 30, "temperature": 1.0, "top_k": None, "seed": 1}
+    lengths = [len(text) for text in complete(gpt, tokenizer, [""] * 100, **options)]
+    assert min(lengths) == 0
+    assert sum(lengths) / 100 == pytest.approx(1, abs=0.5)  # 15 if the text went on behind the end
 
 
 # Checkpoints
