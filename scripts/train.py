@@ -17,7 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from logitless.records import is_out_of_memory
+from logitless.records import FILE_NAME, is_out_of_memory
 from logitless.run import train
 
 
@@ -30,6 +30,8 @@ def main(config: DictConfig) -> None:
             config = with_overrides_of(Path(config.resume))
         print(report(train(config, run_dir), run_dir))
     except ValueError as error:
+        if (run_dir / FILE_NAME).exists():
+            raise  # the run had started: no refused value, a bug
         sys.exit(f"error: {error}")
     except SystemExit as error:
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it

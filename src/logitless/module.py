@@ -128,10 +128,12 @@ class LanguageModel(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["tokens_seen"], checkpoint["empty_windows"] = self.tokens_seen, self.empty_windows
+        checkpoint["losses"] = self.losses
         checkpoint["tokenizer"] = self.trainer.datamodule.tokenizer_json
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.tokens_seen, self.empty_windows = checkpoint["tokens_seen"], checkpoint["empty_windows"]
+        self.losses = checkpoint["losses"]
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, max_steps: int, min_ratio: float) -> float:

@@ -58,12 +58,18 @@ def train(config: DictConfig, run_dir: Path) -> dict:
         record["status"] = "ok"
     except BaseException as error:
         record["status"] = "oom" if is_out_of_memory(error) else "error"
-        record["error"] = "".join(traceback.format_exception_only(error)).strip()
+        record["error"] = _describe_error(error)
         raise
     finally:
         append_record(record, run_dir)
         loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
     return record
+
+
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__  # Lightning turns an interrupt into an exit
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def run_name(record: dict) -> str:
