@@ -1,0 +1,152 @@
+"""The commands as a user types them: from any folder, with their exit status and last words."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import ROOT, overrides, read_curve, read_record
+
+# Runs a script with a training step that is replaced by the code in argv[1].
+SABOTAGE = """
+import runpy, sys
+sys.path[:0] = [{root!r}, {source!r}, {scripts!r}]
+from logitless.module import LanguageModel
+def step(self, batch, batch_idx):
+    {code}
+LanguageModel.training_step = step
+sys.argv = [{script!r}, *sys.argv[1:]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Ours without PYTHONPATH, except for a package named `kernels` that must not be imported."""
+    fake = tmp_path / "site" / "kernels"
+    fake.mkdir(parents=True, exist_ok=True)
+    (fake / "__init__.py").write_text("raise ImportError('the kernels of PyPI')\n")
+    return os.environ | {"PYTHONPATH": str(fake.parent), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+
+
+def python(tmp_path: Path, *arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, arguments)]
+    options = {"cwd": tmp_path, "env": environment(tmp_path), "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def script(tmp_path: Path, name: str, *arguments) -> subprocess.CompletedProcess:
+    return python(tmp_path, ROOT / "scripts" / f"{name}.py", *arguments)
+
+
+def sabotaged(tmp_path: Path, code: str, *arguments) -> subprocess.CompletedProcess:
+    paths = {"root": str(ROOT), "source": str(ROOT / "src"), "scripts": str(ROOT / "scripts")}
+    program = SABOTAGE.format(code=code, script=str(ROOT / "scripts" / "train.py"), **paths)
+    return python(tmp_path, "-c", program, *arguments)
+
+
+def test_kernels_are_those_of_this_checkout_whatever_is_installed(tmp_path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import _path, kernels; print(kernels.__file__)"
+    )
+    result = python(tmp_path, "-c", program)
+    assert result.stdout.strip() == str(ROOT / "kernels" / "__init__.py"), result.stderr
+    assert "of PyPI" in python(tmp_path, "-c", "import kernels").stderr  # the fake is really in the way
+
+
+def test_train_works_from_another_folder_and_generate_continues_what_it_made(tmp_path):
+    result = script(tmp_path, "train", *overrides(tmp_path))
+    assert result.returncode == 0, result.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert read_record(run_dir)["status"] == "ok"
+    checkpoint = run_dir.relative_to(tmp_path) / "checkpoints" / "last.ckpt"
+    for path in (checkpoint, run_dir.relative_to(tmp_path) / "record.jsonl", run_dir.relative_to(tmp_path) / "curves"):
+        assert (tmp_path / path).exists()
+        assert str(path) in result.stdout
+
+    options = (f"checkpoint={checkpoint}", "prompt=[captain anne,the house]", "max_new_tokens=5")
+    result = script(tmp_path, "generate", *options)
+    assert result.returncode == 0, result.stderr
+    texts = result.stdout.split("\n---\n")
+    assert [text[:12] for text in texts] == ["captain anne", "the house" + texts[1][9:12]]
+
+
+def test_generate_refuses_a_checkpoint_that_is_none_in_one_line(tmp_path):
+    result = script(tmp_path, "generate", "checkpoint=nowhere.ckpt", "prompt=a")
+    assert result.returncode == 1
+    assert result.stderr == "error: checkpoint=nowhere.ckpt is no file\n"
+
+
+def test_help_shows_the_common_commands_and_the_configuration(tmp_path):
+    result = script(tmp_path, "train", "--help")
+    assert result.returncode == 0
+    for shown in ("python scripts/train.py -m loss=naive,inplace,fused", "resume=", "loss: fused, inplace, naive"):
+        assert shown in result.stdout
+    for shown in ("chunk: 1024", "label_smoothing: 0.0", "padded_vocab_size: null", "seq_len: 128"):
+        assert shown in result.stdout
+
+
+@pytest.mark.parametrize("override", ["chunk=0", "resume=nowhere"])
+def test_a_refused_value_is_one_line_and_a_failure(override, tmp_path):
+    result = script(tmp_path, "train", *overrides(tmp_path, override))
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert override in line
+
+
+def test_a_sweep_over_backends_leaves_a_record_for_each(tmp_path):
+    result = script(tmp_path, "train", "-m", "loss=naive,inplace,fused", *overrides(tmp_path, "max_steps=2"))
+    assert result.returncode == 0, result.stderr
+    records = [read_record(file.parent) for file in sorted(tmp_path.glob("runs/*/*/record.jsonl"))]
+    assert [record["backend"] for record in records] == ["naive", "inplace", "fused"]
+    assert {record["status"] for record in records} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [
+        ("sys.exit(0)", "error", ""),
+        ("raise ValueError('of a bug')", "error", "Traceback"),
+        ("import torch; torch.empty(2**60)", "oom", "out of memory: "),
+    ],
+    ids=["exit", "bug", "oom"],
+)
+def test_a_run_that_does_not_finish_is_a_failure(code, status, says, tmp_path):
+    result = sabotaged(tmp_path, code, *overrides(tmp_path), "hydra.run.dir=run")
+    assert result.returncode == 1
+    assert says in result.stderr
+    assert read_record(tmp_path / "run")["status"] == status
+
+
+def test_a_terminated_run_leaves_a_record(tmp_path):
+    arguments = overrides(tmp_path, "max_steps=100000", "val_every=100000", "checkpoint_every=100000")
+    command = [sys.executable, ROOT / "scripts" / "train.py", *arguments, "hydra.run.dir=run"]
+    curves = tmp_path / "run" / "curves" / "metrics.csv"
+    options = {"cwd": tmp_path, "env": environment(tmp_path), "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options) as process:
+        deadline = time.monotonic() + 60
+        while not (curves.exists() and len(curves.read_text().splitlines()) > 3) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    record = read_record(tmp_path / "run")
+    assert (record["status"], record["error"]) == ("error", "SystemExit: 143")
+    assert record["steps"] >= 2
+    assert len(read_curve(tmp_path / "run", "train/loss")) >= 2
+
+
+def test_a_killed_run_leaves_its_curves(tmp_path):
+    arguments = overrides(tmp_path, "max_steps=50")
+    result = sabotaged(
+        tmp_path,
+        "import os, signal; return sum(p.sum() for p in self.parameters()) if self.global_step < 20 "
+        "else os.kill(os.getpid(), signal.SIGKILL)",
+        *arguments,
+        "hydra.run.dir=run",
+    )
+    assert result.returncode == -signal.SIGKILL
+    assert len(read_curve(tmp_path / "run", "train/loss")) >= 19
