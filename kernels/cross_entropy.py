@@ -9,8 +9,8 @@ whatever the storage dtype:
 m and ln l are kept apart, not added up to lse: a common offset of the logits then cancels exactly.
 
 `forward_rows` is pass 1, `backward_rows` is pass 2 with the upstream gradient folded in, and `forward_backward_rows_`
-is both in one launch, for the chunk loop in `schedules.py`. What is kept from forward to backward: the logits, m and
-ln l (8 N bytes). Traffic: 2 reads and 1 write of the logits.
+is both in one launch, for the chunk loop in `schedules.py`: one kernel, three launches. What is kept from forward to
+backward: the logits, m and ln l (8 N bytes). Traffic: 2 reads and 1 write of the logits.
 
 Online softmax: Milakov and Gimelshein 2018. Gradient over the logits: mgmalek/efficient_cross_entropy, Liger-Kernel.
 """
@@ -77,110 +77,15 @@ def _statistics(
 
 
 @triton.jit
-def _write_gradient(
-    row_ptr,
-    drow_ptr,
-    stride_v,
-    dstride_v,
-    V,
-    label,
-    is_kept,
-    row_max,
-    log_sum,
-    scale,
-    label_smoothing,
-    z_loss,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
-    columns = tl.arange(0, BLOCK_V)
-    for start in range(0, V, BLOCK_V):
-        mask = columns < V - start
-        x = tl.load(row_ptr + (start + columns).to(tl.int64) * stride_v, mask=mask, other=0.0)
-        z = _softcapped(x, softcap, HAS_SOFTCAP)
-        gradient = p_scale * tl.exp((z - row_max) - log_sum) - scale * label_smoothing / V
-        gradient -= tl.where(start + columns == label, scale * (1 - label_smoothing), 0.0)
-        if HAS_SOFTCAP:
-            gradient *= 1 - (z / softcap) * (z / softcap)
-        gradient = tl.where(is_kept, gradient, 0.0)
-        tl.store(drow_ptr + (start + columns).to(tl.int64) * dstride_v, gradient, mask=mask)
-
-
-@triton.jit
-def _forward_kernel(
-    logits_ptr,  # [N, V] in: logits, out: dlogits of the summed loss if GRADIENT
-    labels_ptr,  # [N] in
-    losses_ptr,  # [N] fp32 out
-    cross_entropies_ptr,  # [N] fp32 out
-    row_max_ptr,  # [N] fp32 out
-    log_sum_ptr,  # [N] fp32 out
-    stride_n,
-    stride_v,
-    V,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    softcap,
-    GRADIENT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)  # row * stride_n passes 2**31 at the lengths we sweep
-    row_ptr = logits_ptr + row * stride_n
-    label = tl.load(labels_ptr + row).to(tl.int64)
-    is_ignored = label == ignore_index
-    is_kept = (label >= 0) & (label < V) & (label != ignore_index)
-    # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
-    x_label = tl.load(row_ptr + label * stride_v, mask=is_kept, other=0.0)
-    z_label = _softcapped(x_label, softcap, HAS_SOFTCAP)
-
-    # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
-    origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
-    row_max, row_sum, total = _statistics(row_ptr, stride_v, V, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V)
-    log_sum = tl.log(row_sum)
-    cross_entropy = log_sum - (z_label - row_max)
-    loss = cross_entropy
-    if HAS_SMOOTHING:
-        uniform = log_sum - ((origin - row_max) + total / V)
-        loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
-    loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
-    missing = tl.where(is_ignored, 0.0, float("nan"))
-    tl.store(losses_ptr + row, tl.where(is_kept, loss, missing))
-    tl.store(cross_entropies_ptr + row, tl.where(is_kept, cross_entropy, missing))
-    tl.store(row_max_ptr + row, row_max)
-    tl.store(log_sum_ptr + row, log_sum)
-
-    if GRADIENT:
-        _write_gradient(
-            row_ptr,
-            row_ptr,
-            stride_v,
-            stride_v,
-            V,
-            label,
-            is_kept,
-            row_max,
-            log_sum,
-            1.0,
-            label_smoothing,
-            z_loss,
-            softcap,
-            HAS_SOFTCAP,
-            BLOCK_V,
-        )
-
-
-@triton.jit
-def _backward_kernel(
+def _rows_kernel(
     logits_ptr,  # [N, V] in
-    dlogits_ptr,  # [N, V] out; may be logits_ptr
+    dlogits_ptr,  # [N, V] out if BACKWARD: the gradient; may be logits_ptr
     labels_ptr,  # [N] in
-    row_max_ptr,  # [N] fp32 in
-    log_sum_ptr,  # [N] fp32 in
-    dlosses_ptr,  # [N] fp32 in: upstream gradients
+    losses_ptr,  # [N] fp32 out if FORWARD
+    cross_entropies_ptr,  # [N] fp32 out if FORWARD
+    row_max_ptr,  # [N] fp32 out if FORWARD, else in
+    log_sum_ptr,  # [N] fp32 out if FORWARD, else in
+    dlosses_ptr,  # [N] fp32 in: upstream gradients; if FORWARD they are 1 and this is not read
     stride_n,
     stride_v,
     dstride_n,
@@ -190,32 +95,63 @@ def _backward_kernel(
     label_smoothing,
     z_loss,
     softcap,
+    FORWARD: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row * stride_n passes 2**31 at the lengths we sweep
+    row_ptr = logits_ptr + row * stride_n
     label = tl.load(labels_ptr + row).to(tl.int64)
-    _write_gradient(
-        logits_ptr + row * stride_n,
-        dlogits_ptr + row * dstride_n,
-        stride_v,
-        dstride_v,
-        V,
-        label,
-        (label >= 0) & (label < V) & (label != ignore_index),
-        tl.load(row_max_ptr + row),
-        tl.load(log_sum_ptr + row),
-        tl.load(dlosses_ptr + row),
-        label_smoothing,
-        z_loss,
-        softcap,
-        HAS_SOFTCAP,
-        BLOCK_V,
-    )
+    is_ignored = label == ignore_index
+    is_kept = (label >= 0) & (label < V) & (label != ignore_index)
+
+    if FORWARD:
+        # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
+        x_label = tl.load(row_ptr + label * stride_v, mask=is_kept, other=0.0)
+        z_label = _softcapped(x_label, softcap, HAS_SOFTCAP)
+        # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
+        origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
+        row_max, row_sum, total = _statistics(
+            row_ptr, stride_v, V, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V
+        )
+        log_sum = tl.log(row_sum)
+        cross_entropy = log_sum - (z_label - row_max)
+        loss = cross_entropy
+        if HAS_SMOOTHING:
+            uniform = log_sum - ((origin - row_max) + total / V)
+            loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
+        loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
+        missing = tl.where(is_ignored, 0.0, float("nan"))
+        tl.store(losses_ptr + row, tl.where(is_kept, loss, missing))
+        tl.store(cross_entropies_ptr + row, tl.where(is_kept, cross_entropy, missing))
+        tl.store(row_max_ptr + row, row_max)
+        tl.store(log_sum_ptr + row, log_sum)
+        scale = 1.0
+    else:
+        row_max = tl.load(row_max_ptr + row)
+        log_sum = tl.load(log_sum_ptr + row)
+        scale = tl.load(dlosses_ptr + row)
+
+    if BACKWARD:
+        drow_ptr = dlogits_ptr + row * dstride_n
+        p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
+        columns = tl.arange(0, BLOCK_V)
+        for start in range(0, V, BLOCK_V):
+            mask = columns < V - start
+            x = tl.load(row_ptr + (start + columns).to(tl.int64) * stride_v, mask=mask, other=0.0)
+            z = _softcapped(x, softcap, HAS_SOFTCAP)
+            gradient = p_scale * tl.exp((z - row_max) - log_sum) - scale * label_smoothing / V
+            gradient -= tl.where(start + columns == label, scale * (1 - label_smoothing), 0.0)
+            if HAS_SOFTCAP:
+                gradient *= 1 - (z / softcap) * (z / softcap)
+            gradient = tl.where(is_kept, gradient, 0.0)
+            tl.store(drow_ptr + (start + columns).to(tl.int64) * dstride_v, gradient, mask=mask)
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether the kernels take `tensor`; CPU tensors go to their twins in `reference.py`."""
+    """Whether the kernel takes `tensor`; CPU tensors go to its twins in `reference.py`."""
     return tensor.is_cuda
 
 
@@ -223,14 +159,18 @@ def forward_rows(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
     """Row results of `logits` [N, V], which are left alone; `labels` [N] are contiguous."""
     if not runs_triton(logits):
         return reference.forward_rows(logits, labels, objective)
-    return _launch_forward(logits, labels, objective, gradient=False)
+    rows = Rows.empty(logits.shape[0], logits.device)
+    _launch(logits, None, labels, rows, None, objective)
+    return rows
 
 
 def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
     """Row results of `logits` [N, V], which are overwritten with the gradient of the summed loss."""
     if not runs_triton(logits):
         return reference.forward_backward_rows_(logits, labels, objective)
-    return _launch_forward(logits, labels, objective, gradient=True)
+    rows = Rows.empty(logits.shape[0], logits.device)
+    _launch(logits, logits, labels, rows, None, objective)
+    return rows
 
 
 def backward_rows(
@@ -245,48 +185,36 @@ def backward_rows(
     """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
     if not runs_triton(logits):
         return reference.backward_rows(logits, labels, objective, row_max, log_sum, dlosses, dlogits)
-    if logits.shape[0] == 0:
+    _launch(logits, dlogits, labels, Rows(None, None, row_max, log_sum), dlosses, objective)
+
+
+def _launch(
+    logits: Tensor, dlogits: Tensor | None, labels: Tensor, rows: Rows, dlosses: Tensor | None, objective: Objective
+) -> None:
+    """Without `dlosses` a forward, without `dlogits` nothing else."""
+    n_rows, vocab = logits.shape
+    if n_rows == 0:
         return
-    _backward_kernel[(logits.shape[0],)](
+    _rows_kernel[(n_rows,)](
         logits,
         dlogits,
         labels,
-        row_max,
-        log_sum,
+        *rows,
         dlosses,
         *logits.stride(),
-        *dlogits.stride(),
-        logits.shape[1],
-        **_kernel_options(logits, objective),
+        *(logits if dlogits is None else dlogits).stride(),
+        vocab,
+        objective.ignore_index,
+        float(objective.label_smoothing),
+        float(objective.z_loss),
+        float(objective.softcap or 1.0),
+        FORWARD=dlosses is None,
+        BACKWARD=dlogits is not None,
+        HAS_SMOOTHING=objective.label_smoothing > 0,
+        HAS_SOFTCAP=objective.softcap is not None,
+        BLOCK_V=min(triton.next_power_of_2(vocab), MAX_BLOCK_V),
+        num_warps=NUM_WARPS,
     )
-
-
-def _launch_forward(logits: Tensor, labels: Tensor, objective: Objective, *, gradient: bool) -> Rows:
-    rows = Rows.empty(logits.shape[0], logits.device)
-    if logits.shape[0]:
-        _forward_kernel[(logits.shape[0],)](
-            logits,
-            labels,
-            *rows,
-            *logits.stride(),
-            logits.shape[1],
-            GRADIENT=gradient,
-            HAS_SMOOTHING=objective.label_smoothing > 0,
-            **_kernel_options(logits, objective),
-        )
-    return rows
-
-
-def _kernel_options(logits: Tensor, objective: Objective) -> dict:
-    return {
-        "ignore_index": objective.ignore_index,
-        "label_smoothing": float(objective.label_smoothing),
-        "z_loss": float(objective.z_loss),
-        "softcap": float(objective.softcap or 1.0),
-        "HAS_SOFTCAP": objective.softcap is not None,
-        "BLOCK_V": min(triton.next_power_of_2(logits.shape[1]), MAX_BLOCK_V),
-        "num_warps": NUM_WARPS,
-    }
 
 
 def refuse_double_backward() -> None:

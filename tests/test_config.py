@@ -75,6 +75,10 @@ def nothing_is_built(monkeypatch):
 
 REFUSED = [
     ("chunk=0", "chunk=0"),
+    ("data.validation=0", "data.validation=0"),
+    ("data.validation=1.5", "data.validation=1.5"),
+    ("data.validation=a_split", "data.validation=a_split"),
+    ("model.mlp=relu", "model.mlp=relu"),
     ("chunk=true", "chunk=True"),
     ("chunk=1.5", "chunk=1.5"),
     ("seq_len=1e3", "seq_len=1000.0"),

@@ -67,6 +67,15 @@ def test_two_documents_make_one_stream_with_end_of_text_around_each():
     assert tokens[1] == [4, 5, 0, 6]  # a document's first token is predicted from the end of the one before
 
 
+def test_an_end_of_text_that_somebody_wrote_is_text(text, cache):
+    """It must neither end a document nor vanish when decoded."""
+    corpus = load_corpus(text, BPE, cache)
+    written = f"before {END_OF_TEXT} after"
+    (_, ids) = encode([written], corpus.tokenizer)
+    assert (ids == corpus.tokenizer.token_to_id(END_OF_TEXT)).tolist() == [False] * (len(ids) - 1) + [True]
+    assert corpus.tokenizer.decode(ids.tolist()) == written
+
+
 def test_more_documents_than_a_group_come_in_order():
     words = [f"w{i}" for i in range(600)]
     stream = np.concatenate(list(encode(iter(words), words_tokenizer(words))))
@@ -340,6 +349,15 @@ def test_a_crash_while_preparing_leaves_nothing(text, cache):
         load_corpus(Crash(str(text), "#", 2), BPE, str(cache))
     assert list(cache.iterdir()) == []
     assert len(load_corpus(source_of(text), BPE, str(cache)).validation) > 2
+
+
+def test_a_split_without_documents_is_refused_and_not_cached(tmp_path, cache):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text(json.dumps({"text": "the only document"}))
+    source = HubDataset(str(tmp_path / "set"), None, "main", "text", None, 1, True, None)
+    with pytest.raises(ValueError, match=r"data\.validation=1 leaves no document for the train split"):
+        load_corpus(source, BPE, cache)
+    assert not any(Path(cache).iterdir())
 
 
 def test_two_preparations_at_once_both_succeed(text, cache):

@@ -1,79 +1,96 @@
-"""What a composed configuration must satisfy before anything is built; every message names the key."""
+"""What a composed configuration must satisfy before anything is built; every message names the key.
+
+What several keys of the model must satisfy together is GPTConfig's to say.
+"""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from kernels.reference import Objective, check_objective
 
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true")
+class Rule(NamedTuple):
+    """What a value must be, in words, and the test of it."""
 
-# key: smallest value
-INTEGERS = {
-    "seq_len": 1,
-    "batch_size": 1,
-    "accumulate": 1,
-    "max_steps": 1,
-    "chunk": 1,
-    "warmup_steps": 0,
-    "val_every": 1,
-    "val_batches": 1,
-    "log_every": 1,
-    "checkpoint_every": 1,
-    "seed": 0,
-    "model.n_layers": 1,
-    "model.n_heads": 1,
-    "model.width": 1,
+    words: str
+    holds: Callable[[object], bool]
+
+
+def _integer(smallest: int) -> Rule:
+    words = f"an integer >= {smallest}, written without point or exponent"
+    return Rule(words, lambda value: type(value) is int and value >= smallest)
+
+
+def _number(words: str, holds: Callable[[float], bool]) -> Rule:
+    return Rule(f"a number {words}", lambda value: _is_number(value) and holds(value))
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _choice(*values: str) -> Rule:
+    return Rule(f"one of {', '.join(values)}", lambda value: value in values)
+
+
+def _or_null(rule: Rule) -> Rule:
+    return Rule(f"{rule.words}, or null", lambda value: value is None or rule.holds(value))
+
+
+def _is_pair_of_betas(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
+
+
+RULES = {
+    "seq_len": _integer(1),
+    "batch_size": _integer(1),
+    "accumulate": _integer(1),
+    "max_steps": _integer(1),
+    "precision": _choice("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"),
+    "chunk": _integer(1),
+    "ignore_index": Rule("an integer", lambda value: type(value) is int),
+    "label_smoothing": _number("in [0, 1)", lambda value: 0 <= value < 1),
+    "z_loss": _number(">= 0", lambda value: value >= 0),
+    "softcap": _or_null(_number("> 0", lambda value: value > 0)),
+    "lr": _number("> 0", lambda value: value > 0),
+    "min_lr_ratio": _number("in [0, 1]", lambda value: 0 <= value <= 1),
+    "warmup_steps": _integer(0),
+    "weight_decay": _number(">= 0", lambda value: value >= 0),
+    "betas": Rule("two numbers in [0, 1)", _is_pair_of_betas),
+    "grad_clip": _or_null(_number("> 0", lambda value: value > 0)),
+    "log_every": _integer(1),
+    "val_every": _integer(1),
+    "val_batches": _integer(1),
+    "checkpoint_every": _integer(1),
+    "seed": _integer(0),
+    "model.n_layers": _integer(1),
+    "model.n_heads": _integer(1),
+    "model.width": _integer(1),
+    "model.dropout": _number("in [0, 1]", lambda value: 0 <= value <= 1),
+    "model.padded_vocab_size": _or_null(
+        Rule("a multiple of 64", lambda value: type(value) is int and value > 0 and value % 64 == 0)
+    ),
 }
-# key: (smallest value, whether it is allowed, largest value)
-NUMBERS = {
-    "lr": (0.0, False, None),
-    "weight_decay": (0.0, True, None),
-    "grad_clip": (0.0, False, None),
-    "min_lr_ratio": (0.0, True, 1.0),
-    "model.dropout": (0.0, True, 1.0),
-    "label_smoothing": (0.0, True, 1.0),
-    "z_loss": (0.0, True, None),
-    "softcap": (0.0, False, None),
-}
-OPTIONAL = ("grad_clip", "softcap")
+COUNT = _integer(1)
+HELD_OUT_OF_TEXT = Rule(
+    "a number of documents >= 1, or the part of the text to hold out, in (0, 1)",
+    lambda value: COUNT.holds(value) or (_is_number(value) and 0 < value < 1),
+)
+HELD_OUT_OF_HUB = Rule(
+    "a number of documents >= 1, or the name of a split", lambda value: COUNT.holds(value) or isinstance(value, str)
+)
 
 
 def check_config(config: DictConfig) -> None:
     """Raises ValueError, naming the key and what would be right, for a value that no run can have."""
     if missing := OmegaConf.missing_keys(config):
         raise ValueError(f"{', '.join(sorted(missing))} must be given: add key=value to the command")
-    for key, smallest in INTEGERS.items():
+    held_out = HELD_OUT_OF_HUB if "repo" in config.data else HELD_OUT_OF_TEXT
+    for key, rule in (RULES | {"data.validation": held_out}).items():
         value = OmegaConf.select(config, key)
-        if type(value) is not int or value < smallest:
-            raise ValueError(f"{key}={value} must be an integer >= {smallest}, written without point or exponent")
-    if type(config.ignore_index) is not int:
-        raise ValueError(f"ignore_index={config.ignore_index} must be an integer")
-    for key, (smallest, inclusive, largest) in NUMBERS.items():
-        value = OmegaConf.select(config, key)
-        if value is None and key in OPTIONAL:
-            continue
-        if (
-            not _is_number(value)
-            or value < smallest
-            or (value == smallest and not inclusive)
-            or value > (largest or value)
-        ):
-            bounds = f"{'>=' if inclusive else '>'} {smallest}" + (f" and <= {largest}" if largest else "")
-            raise ValueError(f"{key}={value} must be a number {bounds}")
-    betas = config.betas
-    if not isinstance(betas, ListConfig) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
-        raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
-    if config.precision not in PRECISIONS:
-        raise ValueError(f"precision={config.precision} must be one of {', '.join(PRECISIONS)}")
-    vocab = config.model.padded_vocab_size
-    if vocab is not None and (not isinstance(vocab, int) or vocab < 1 or vocab % 64):
-        raise ValueError(f"model.padded_vocab_size={vocab} must be a multiple of 64, or null")
-    check_objective(Objective(config.ignore_index, config.label_smoothing, config.z_loss, config.softcap))
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+        if not rule.holds(value):
+            raise ValueError(f"{key}={value} must be {rule.words}")
 
 
 def padded_vocab_size(asked: int | None, tokenizer_size: int) -> int:

@@ -59,14 +59,14 @@ def load_corpus(source: Source, tokenizer: dict, cache_dir: str) -> Corpus:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            _write_corpus(source, tokenizer, Path(scratch))
+            finished = Path(scratch) / "corpus"
+            finished.mkdir()
+            _write_corpus(source, tokenizer, finished)
             try:
-                os.rename(scratch, folder)
+                os.rename(finished, folder)
             except OSError:
                 if not folder.exists():  # else another process has just finished the same corpus
                     raise
-            else:
-                os.mkdir(scratch)  # TemporaryDirectory wants to remove it
     dtype = json.loads((folder / "meta.json").read_text())["dtype"]
     streams = (np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "validation"))
     return Corpus(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), *streams)
@@ -84,11 +84,14 @@ def _write_corpus(source: Source, settings: dict, folder: Path) -> None:
         with open(folder / f"{split}.bin", "wb") as stream:
             for ids in encode(source.documents(split), tokenizer):
                 stream.write(ids.astype(dtype).tobytes())
+            if stream.tell() <= np.dtype(dtype).itemsize:
+                raise ValueError(f"data.validation={source.validation} leaves no document for the {split} split")
 
 
 def encode(documents: Iterable[str], tokenizer: tokenizers.Tokenizer) -> Iterator[np.ndarray]:
     """The stream of token ids of all documents, in pieces."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.encode_special_tokens = True  # an END_OF_TEXT that somebody wrote is text like any other
     yield np.array([end_of_text])
     documents = iter(documents)
     while group := list(islice(documents, 256)):

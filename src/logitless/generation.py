@@ -41,6 +41,7 @@ def complete(
 ) -> list[str]:
     """Each prompt with its continuation, up to END_OF_TEXT."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.encode_special_tokens = True  # an END_OF_TEXT in a prompt is text
     ids = [[end_of_text, *encoding.ids] for encoding in tokenizer.encode_batch(prompts, add_special_tokens=False)]
     sampled = generate(
         gpt,

@@ -33,13 +33,14 @@ class GPTConfig:
         if self.width % (2 * self.n_heads):
             raise ValueError(f"model.width={self.width} must be an even multiple of model.n_heads={self.n_heads}")
         if self.mlp not in ("swiglu", "gelu"):
-            raise ValueError(f"model.mlp must be swiglu or gelu, got {self.mlp}")
-        if self.padded_vocab_size % 64:
-            raise ValueError(f"model.padded_vocab_size must be a multiple of 64, got {self.padded_vocab_size}")
+            raise ValueError(f"model.mlp={self.mlp} must be swiglu or gelu")
 
 
 class KeyValueCache:
-    """Keys and values of all layers for the first `length` positions of B sequences: L x 2 x [B, H, T_max, D/H]."""
+    """Keys and values of all layers for the first `length` positions of B sequences: L x 2 x [B, H, T_max, D/H].
+
+    For use under no_grad: it is written in place.
+    """
 
     def __init__(self, config: GPTConfig, batch_size: int, max_len: int, device: torch.device, dtype: torch.dtype):
         shape = (config.n_layers, 2, batch_size, config.n_heads, max_len, config.width // config.n_heads)

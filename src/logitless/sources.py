@@ -18,6 +18,8 @@ from urllib.parse import urlparse
 
 
 class Source(Protocol):
+    validation: int | float | str
+
     def fingerprint(self) -> str: ...
 
     def documents(self, split: str) -> Iterator[str]: ...
@@ -130,10 +132,10 @@ class HubDataset:
             return datasets.load_dataset(
                 self.repo, self.name, split=hub_split, revision=revision, streaming=self.streaming
             )
-        except (ConnectionError, FileNotFoundError) as error:
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
             raise RuntimeError(
                 f"data.repo={self.repo} (revision {self.revision}) is not in the cache {datasets.config.HF_CACHE_HOME} "
-                "and the hub cannot be reached: run once with network, or use data=austen"
+                f"and does not come from the hub ({error}): run once with network, or use data=austen"
             ) from error
 
 

@@ -32,7 +32,7 @@ def from_hub(repo: str, revision: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_pretrained(repo, revision=revision)
     except Exception as error:  # `tokenizers` raises a bare Exception when the hub is out of reach
         raise RuntimeError(
-            f"tokenizer.repo={repo} is not in the local hub cache and the hub cannot be reached: "
+            f"tokenizer.repo={repo} is not in the local hub cache and does not come from the hub ({error}): "
             "run once with network, or use tokenizer=bpe8k"
         ) from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
