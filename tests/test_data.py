@@ -69,7 +69,7 @@ def test_two_documents_make_one_stream_with_end_of_text_around_each():
 
 def test_an_end_of_text_that_somebody_wrote_is_text(text, cache):
     """It must neither end a document nor vanish when decoded."""
-    corpus = load_corpus(text, BPE, cache)
+    corpus = load_corpus(source_of(text), BPE, cache)
     written = f"before {END_OF_TEXT} after"
     (_, ids) = encode([written], corpus.tokenizer)
     assert (ids == corpus.tokenizer.token_to_id(END_OF_TEXT)).tolist() == [False] * (len(ids) - 1) + [True]
