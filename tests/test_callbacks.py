@@ -52,6 +52,7 @@ class Training:
 
     def step(self, happens=lambda: None, tokens: int = 10) -> None:
         for micro_batch in range(self.accumulate):
+            self.call("on_train_batch_start", None, micro_batch)
             happens()
             if micro_batch == self.accumulate - 1:
                 self.trainer.global_step += 1
@@ -62,6 +63,10 @@ class Training:
         self.call("on_validation_start")
         happens()
         self.call("on_validation_end")
+
+    def save_checkpoint(self, happens) -> None:
+        self.call("on_save_checkpoint", {})
+        happens()
 
 
 def test_cold_warm_and_validation_peaks_are_kept_apart():
@@ -117,13 +122,14 @@ def sleep(monkeypatch):
     return sleep
 
 
-def test_speed_leaves_out_validation_and_the_first_step(sleep):
+def test_speed_leaves_out_validation_checkpoints_and_the_first_step(sleep):
     throughput = Throughput()
     training = Training(throughput)
     training.step(lambda: sleep(100), tokens=1000)
     training.step(lambda: sleep(1))
     training.step(lambda: sleep(1))
     training.validate(lambda: sleep(50))
+    training.save_checkpoint(lambda: sleep(70))
     training.step(lambda: sleep(3))
     assert throughput.tokens_per_s() == pytest.approx(30 / 5)
     assert [value for _, value in training.module.plotted] == pytest.approx([10, 10, 10 / 3])
