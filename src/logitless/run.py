@@ -23,9 +23,9 @@ from logitless.model import GPTConfig
 from logitless.module import LanguageModel
 from logitless.records import append_record, is_out_of_memory, new_record
 
-# Lightning's advertisements, and its own use of what torch deprecates
+# Lightning's advertisements, its own use of what torch deprecates, and its surprise that a resumed run has a new folder
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+warnings.filterwarnings("ignore", message=".*LeafSpec.*|The dirpath has changed")
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
@@ -38,6 +38,8 @@ def train(config: DictConfig, run_dir: Path) -> dict:
         Exception: what made the run fail, after its record was written with status "oom" or "error".
     """
     check_config(config)
+    if config.resume is not None and not (Path(config.resume) / LAST_CHECKPOINT).is_file():
+        raise ValueError(f"resume={config.resume}: no {LAST_CHECKPOINT} there")
     corpus = load_corpus(
         hydra.utils.instantiate(config.data), OmegaConf.to_container(config.tokenizer, resolve=True), config.cache_dir
     )
@@ -90,34 +92,7 @@ def _fit(config: dict, corpus, loss: partial, device: torch.device, loggers: Log
 
     meter = memory.meter(module, device)
     peaks, throughput = PeakMemory(meter), Throughput()
-    trainer = pl.Trainer(
-        **config["trainer"],
-        precision=resolve_precision(config["precision"], device),
-        max_steps=config["max_steps"],
-        max_epochs=-1,
-        accumulate_grad_batches=config["accumulate"],
-        gradient_clip_val=config["grad_clip"],
-        val_check_interval=config["val_every"] * config["accumulate"],
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,  # LanguageModel.is_logging_step decides
-        logger=loggers.all(),
-        callbacks=[
-            throughput,
-            peaks,
-            ProgressBar(refresh_rate=config["log_every"]),
-            ModelCheckpoint(
-                run_dir / LAST_CHECKPOINT.parent,
-                every_n_train_steps=config["checkpoint_every"],
-                save_top_k=0,
-                save_last=True,
-                enable_version_counter=False,
-            ),
-        ],
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=run_dir,
-    )
+    trainer = _trainer(config, device, loggers, run_dir, callbacks=[throughput, peaks])
     resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
     try:
         with meter:
@@ -125,16 +100,38 @@ def _fit(config: dict, corpus, loss: partial, device: torch.device, loggers: Log
             if trainer.global_step % config["val_every"]:
                 trainer.validate(module, datamodule=data, verbose=False)
     finally:
-        record |= peaks.summary()
-        record |= {
-            "steps": trainer.global_step,
-            "tokens": module.tokens_seen,
-            "tokens_per_s": throughput.tokens_per_s(),
-        }
-        record |= {"empty_windows": module.empty_windows, **module.losses}
+        record |= {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
+        record |= {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
     trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
     record["checkpoint"] = str(LAST_CHECKPOINT)
     record["sample"] = sample(module.to(device), corpus, config)
+
+
+def _trainer(config: dict, device: torch.device, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
+    checkpoint = ModelCheckpoint(
+        run_dir / LAST_CHECKPOINT.parent,
+        every_n_train_steps=config["checkpoint_every"],
+        save_top_k=0,
+        save_last=True,
+        enable_version_counter=False,
+    )
+    return pl.Trainer(
+        **config["trainer"],
+        precision=resolve_precision(config["precision"], device),
+        max_steps=config["max_steps"],
+        max_epochs=-1,  # the data is one endless epoch
+        accumulate_grad_batches=config["accumulate"],
+        gradient_clip_val=config["grad_clip"],
+        val_check_interval=config["val_every"] * config["accumulate"],
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,  # LanguageModel.is_logging_step decides
+        logger=loggers.all(),
+        callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"]), checkpoint],
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=run_dir,
+    )
 
 
 def sample(module: LanguageModel, corpus, config: dict) -> str:
