@@ -17,8 +17,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from logitless.records import FILE_NAME, is_out_of_memory
-from logitless.run import train
+from logitless.records import is_out_of_memory
+from logitless.run import prepare, train
 
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
@@ -26,13 +26,11 @@ def main(config: DictConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        if config.resume is not None:
-            config = with_overrides_of(Path(config.resume))
-        print(report(train(config, run_dir), run_dir))
-    except ValueError as error:
-        if (run_dir / FILE_NAME).exists():
-            raise  # the run had started: no refused value, a bug
+        job = prepare(config if config.resume is None else resumed(Path(config.resume), run_dir))
+    except (ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")
+    try:
+        print(report(train(job, run_dir), run_dir))
     except SystemExit as error:
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
     except Exception as error:
@@ -41,12 +39,14 @@ def main(config: DictConfig) -> None:
         raise
 
 
-def with_overrides_of(run_dir: Path) -> DictConfig:
-    """The configuration of the run in `run_dir`, changed by this command's overrides."""
-    file = run_dir / ".hydra" / "overrides.yaml"
-    if not file.exists():
-        raise ValueError(f"resume={run_dir}: no run there ({file} is missing)")
-    return hydra.compose("train", overrides=[*OmegaConf.load(file), *HydraConfig.get().overrides.task])
+def resumed(first: Path, run_dir: Path) -> DictConfig:
+    """The configuration of the run in `first`, changed by this command's overrides, which `run_dir` then holds."""
+    file = Path(".hydra") / "overrides.yaml"
+    if not (first / file).exists():
+        raise ValueError(f"resume={first}: no run there ({first / file} is missing)")
+    overrides = [*OmegaConf.load(first / file), *HydraConfig.get().overrides.task]
+    OmegaConf.save(overrides, run_dir / file)
+    return hydra.compose("train", overrides=overrides)
 
 
 def report(record: dict, run_dir: Path) -> str:

@@ -122,15 +122,14 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "named"), REFUSED)
 def test_a_wrong_value_is_refused_by_name_before_a_model_is_built(override, named, tmp_path):
     with pytest.raises(ValueError, match=re.escape(named)):
-        run.train(tiny(tmp_path, override), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+        run.prepare(tiny(tmp_path, override))
 
 
 @pytest.mark.usefixtures("nothing_is_built")
 def test_a_missing_path_is_refused_by_name(tmp_path):
     given = [override for override in overrides(tmp_path) if not override.startswith("data.path")]
     with pytest.raises(ValueError, match=r"data\.path must be given"):
-        run.train(compose(*given), tmp_path / "run")
+        run.prepare(compose(*given))
 
 
 def test_an_unknown_loss_is_refused_with_the_list_of_those_that_exist():

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from tiny import ROOT, overrides, read_curve, read_record, tiny
+from tiny import ROOT, overrides, read_curve, read_record, tiny, train
 
 from logitless.loggers import Loggers
 from logitless.module import LanguageModel
-from logitless.run import train
 
 
 def offline_runs(run_dir: Path) -> list[dict]:

@@ -1,5 +1,6 @@
 """The training and validation step: token-weighted means over micro-batches, ranks and validation batches."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -258,13 +259,12 @@ def test_log_every_spaces_the_points_and_keeps_the_first_and_last():
     assert module.tokens_seen == points.points[-1]["tokens"]
 
 
-def test_dropout_differs_between_the_micro_batches_of_a_window_and_between_steps():
+def test_dropout_differs_between_micro_batches_steps_and_ranks():
     module = watched()
-    module.trainer = SimpleNamespace(accumulate_grad_batches=2, global_step=0)
     draws = set()
-    for step in range(3):
-        module.trainer.global_step = step
+    for rank, step in itertools.product(range(2), range(3)):
+        module.trainer = SimpleNamespace(accumulate_grad_batches=2, global_step=step, global_rank=rank)
         for batch_idx in (2 * step, 2 * step + 1):
             module.on_train_batch_start(None, batch_idx)
             draws.add(torch.rand(1).item())
-    assert len(draws) == 6
+    assert len(draws) == 12

@@ -9,12 +9,11 @@ import sys
 import hydra
 import pytest
 import torch
-from tiny import BACKENDS, ROOT, compose, read_curve, read_record, tiny
+from tiny import BACKENDS, ROOT, compose, read_curve, read_record, tiny, train
 from torch import Tensor
 
 from logitless.generation import load_checkpoint
 from logitless.module import LanguageModel
-from logitless.run import train
 
 N_TOKENS = 16  # batch_size 2 of seq_len 8
 CHUNKS = (7, N_TOKENS, 1024)  # a short last chunk, exactly one, more rows than there are
@@ -200,7 +199,7 @@ def test_a_run_that_died_and_was_resumed_ends_with_the_same_weights(tmp_path, fa
     assert same_weights(tmp_path / "whole", tmp_path / "second")
     assert (first["status"], first["steps"]) == ("error", 4)
     assert (second["steps"], second["tokens"]) == (6, whole["tokens"])
-    assert second["resumed_from"] == str(tmp_path / "first")
+    assert second["resume"] == str(tmp_path / "first")
     for name in ("train_loss", "val_loss", "best_train_loss", "best_val_loss"):
         assert second[name] == whole[name], name
     curves = [read_curve(tmp_path / name, "tokens") for name in ("whole", "second")]
@@ -295,6 +294,18 @@ def test_a_run_that_fails_leaves_a_record_of_how_far_it_came(error, status, text
     assert (record["steps"], record["tokens"]) == (2, 32)
     assert record["peak_live_tensor_gib"] > 0
     assert record["train_loss"] == read_curve(tmp_path / "run", "train/loss")[2]
+    assert (tmp_path / "run" / "traceback.txt").exists() == (status == "error")
+
+
+def test_a_diverged_loss_is_null_in_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(LanguageModel, "validation_step", lambda self, *_: self.__dict__.update(_val_sum=float("nan")))
+    train(tiny(tmp_path), tmp_path / "run")
+    assert read_record(tmp_path / "run")["val_loss"] is None
+
+
+def test_a_resume_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"resume=.*last\.ckpt"):
+        train(tiny(tmp_path, f"resume={tmp_path}"), tmp_path / "run")
 
 
 def test_the_allocators_own_refusal_is_out_of_memory(tmp_path, monkeypatch):

@@ -105,6 +105,17 @@ def test_a_sweep_over_backends_leaves_a_record_for_each(tmp_path):
     assert {record["status"] for record in records} == {"ok"}
 
 
+def test_a_resumed_run_keeps_the_overrides_of_the_first_also_when_it_is_resumed_itself(tmp_path):
+    words = overrides(tmp_path, "max_steps=2", "hydra.run.dir=first")
+    for name, more in (("second", ["resume=first", "max_steps=3"]), ("third", ["resume=second", "max_steps=4"])):
+        result = script(tmp_path, "train", *words)
+        assert result.returncode == 0, result.stderr
+        words = [*more, f"hydra.run.dir={name}"]
+    assert script(tmp_path, "train", *words).returncode == 0
+    record = read_record(tmp_path / "third")
+    assert (record["steps"], record["config"]["model"]["width"]) == (4, 16)
+
+
 @pytest.mark.parametrize(
     ("code", "status", "says"),
     [

@@ -9,6 +9,8 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
+from logitless import run
+
 torch.set_num_threads(1)  # tensors this small gain nothing from threads, which on busy cores wait 40 times as long
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +49,10 @@ def compose(*overrides: str) -> DictConfig:
 
 def tiny(tmp_path: Path, *more: str) -> DictConfig:
     return compose(*overrides(tmp_path, *more))
+
+
+def train(config: DictConfig, run_dir: Path) -> dict:
+    return run.train(run.prepare(config), run_dir)
 
 
 def read_record(run_dir: Path) -> dict:

@@ -51,7 +51,7 @@ class LanguageModel(pl.LightningModule):
         accumulate = self.trainer.accumulate_grad_batches
         micro_batch = self.global_step * accumulate + batch_idx % accumulate
         # Mixed into 32 bits: a CPU generator drops the rest of its seed.
-        torch.manual_seed(int(np.random.SeedSequence((self.seed, micro_batch)).generate_state(1)[0]))
+        torch.manual_seed(int(np.random.SeedSequence((self.seed, micro_batch, self.global_rank)).generate_state(1)[0]))
 
     def is_logging_step(self, step: int) -> bool:
         """Whether the curves get a point at optimizer step `step` = 1, 2, ...; only then is the device waited for."""

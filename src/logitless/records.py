@@ -27,10 +27,11 @@ def new_record(config: dict, device: torch.device) -> dict:
 
 
 def append_record(record: dict, run_dir: Path) -> None:
-    """Adds the record to the run's file in one write; a resumed run adds a line of its own."""
+    """Adds the record to the run's file in one write; numbers that are not finite become null, as JSON has none."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
     with open(run_dir / FILE_NAME, "a") as stream:
-        stream.write(json.dumps(record) + "\n")
+        stream.write(json.dumps(finite) + "\n")
 
 
 def read_records(paths: Iterable[Path]) -> list[dict]:

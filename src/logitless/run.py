@@ -6,6 +6,7 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 import lightning.pytorch as pl
@@ -16,51 +17,70 @@ from omegaconf import DictConfig, OmegaConf
 from logitless import memory
 from logitless.callbacks import PeakMemory, ProgressBar, Throughput
 from logitless.config import check_config, padded_vocab_size
-from logitless.data import TextData, load_corpus
+from logitless.data import Corpus, TextData, load_corpus
 from logitless.generation import complete
 from logitless.loggers import Loggers
 from logitless.model import GPTConfig
 from logitless.module import LanguageModel
 from logitless.records import append_record, is_out_of_memory, new_record
 
-# Lightning's advertisements, its own use of what torch deprecates, and its surprise that a resumed run has a new folder
+# Lightning's advertisements, its own use of what torch deprecates, and its doubts about resumed runs: a new folder, and
+# a loader whose place it does not know (data.Batches does)
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*LeafSpec.*|The dirpath has changed")
+warnings.filterwarnings("ignore", message=".*LeafSpec|The dirpath has changed|.*dataloader is not resumable")
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
-def train(config: DictConfig, run_dir: Path) -> dict:
-    """Trains as `config` says and returns the record, which is also appended to `run_dir`/record.jsonl.
+class Job(NamedTuple):
+    """A run that may start: its configuration as plain containers, its text, its loss and its device."""
+
+    config: dict
+    corpus: Corpus
+    loss: partial
+    device: torch.device
+
+
+def prepare(config: DictConfig) -> Job:
+    """Checks a composed configuration and loads its text; builds no model and writes nothing but the cache.
 
     Raises:
-        ValueError: a configuration that cannot be run; nothing was built or written then.
-        Exception: what made the run fail, after its record was written with status "oom" or "error".
+        ValueError: a value that no run can have, by its key.
+        RuntimeError: a data set or tokenizer that is neither cached nor within reach.
     """
     check_config(config)
     if config.resume is not None and not (Path(config.resume) / LAST_CHECKPOINT).is_file():
         raise ValueError(f"resume={config.resume}: no {LAST_CHECKPOINT} there")
-    corpus = load_corpus(
-        hydra.utils.instantiate(config.data), OmegaConf.to_container(config.tokenizer, resolve=True), config.cache_dir
-    )
-    vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
+    device = _device(config.trainer.accelerator)
     plain = OmegaConf.to_container(config, resolve=True)
+    corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
+    vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
     plain["model"]["padded_vocab_size"] = vocab
     GPTConfig(**plain["model"])  # refuses a shape that cannot be built
-    loss = hydra.utils.instantiate(config.loss)
+    return Job(plain, corpus, hydra.utils.instantiate(config.loss), device)
 
-    pl.seed_everything(config.seed, verbose=False)
-    device = _device(config.trainer.accelerator)
-    record = new_record(plain, device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
-    record |= {"seq_len": config.seq_len, "batch_size": config.batch_size, "resumed_from": config.resume}
-    loggers = Loggers(plain["logger"], run_dir, run_name(record), plain)
+
+def train(job: Job, run_dir: Path) -> dict:
+    """Trains and returns the record, which is also appended to `run_dir`/record.jsonl, whatever happens.
+
+    Raises:
+        Exception: what made the run fail, after its record was written with status "oom" or "error" and, for the
+            latter, its traceback in `run_dir`/traceback.txt.
+    """
+    config, loss = job.config, job.loss
+    pl.seed_everything(config["seed"], verbose=False)
+    record = new_record(config, job.device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
+    record |= {name: config[name] for name in ("seq_len", "batch_size", "resume")}
+    loggers = Loggers(config["logger"], run_dir, run_name(record), config)
     record["curves"] = str(loggers.curves)
     try:
-        _fit(plain, corpus, loss, device, loggers, run_dir, record)
+        _fit(job, loggers, run_dir, record)
         record["status"] = "ok"
     except BaseException as error:
         record["status"] = "oom" if is_out_of_memory(error) else "error"
         record["error"] = _describe_error(error)
+        if record["status"] == "error":
+            (run_dir / "traceback.txt").write_text(traceback.format_exc())
         raise
     finally:
         append_record(record, run_dir)
@@ -80,15 +100,16 @@ def run_name(record: dict) -> str:
     return f"{record['backend']}{chunk}-T{record['seq_len']}"
 
 
-def _fit(config: dict, corpus, loss: partial, device: torch.device, loggers: Loggers, run_dir: Path, record: dict):
+def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
+    config, corpus, loss, device = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
-    print(describe(config, record, module.gpt.config.width))
+    print(describe(config, record))
 
     meter = memory.meter(module, device)
     peaks, throughput = PeakMemory(meter), Throughput()
@@ -134,7 +155,7 @@ def _trainer(config: dict, device: torch.device, loggers: Loggers, run_dir: Path
     )
 
 
-def sample(module: LanguageModel, corpus, config: dict) -> str:
+def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
     """A continuation of the first words of the middle of the validation text."""
     middle = len(corpus.validation) // 2
     prompt = corpus.tokenizer.decode(corpus.validation[middle : middle + 12].tolist())
@@ -143,7 +164,7 @@ def sample(module: LanguageModel, corpus, config: dict) -> str:
     return f"{prompt}|{text.removeprefix(prompt)}"
 
 
-def describe(config: dict, record: dict, width: int) -> str:
+def describe(config: dict, record: dict) -> str:
     """The run's plan in a few lines."""
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
     if record["chunk"]:
@@ -153,7 +174,7 @@ def describe(config: dict, record: dict, width: int) -> str:
         logits = f"all {tokens} x {vocab} logits at once; chunk={config['chunk']} is not used"
     return (
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
-        f"[V={vocab}, D={width}]\n"
+        f"[V={vocab}, D={config['model']['width']}]\n"
         f"loss   {record['backend']}: {logits}\n"
         f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens"
     )
