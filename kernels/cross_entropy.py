@@ -155,22 +155,18 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def forward_rows(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
-    """Row results of `logits` [N, V], which are left alone; `labels` [N] are contiguous."""
+def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    """Writes the results of `logits` [N, V], which are left alone, into `rows`; `labels` [N] are contiguous."""
     if not runs_triton(logits):
-        return reference.forward_rows(logits, labels, objective)
-    rows = Rows.empty(logits.shape[0], logits.device)
+        return reference.forward_rows(logits, labels, objective, rows)
     _launch(logits, None, labels, rows, None, objective)
-    return rows
 
 
-def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
-    """Row results of `logits` [N, V], which are overwritten with the gradient of the summed loss."""
+def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    """Writes the results of `logits` [N, V] into `rows`, and the gradient of their summed loss over them."""
     if not runs_triton(logits):
-        return reference.forward_backward_rows_(logits, labels, objective)
-    rows = Rows.empty(logits.shape[0], logits.device)
+        return reference.forward_backward_rows_(logits, labels, objective, rows)
     _launch(logits, logits, labels, rows, None, objective)
-    return rows
 
 
 def backward_rows(
@@ -229,7 +225,8 @@ def refuse_double_backward() -> None:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, objective, may_overwrite):
-        rows = forward_rows(logits, labels, objective)
+        rows = Rows.empty(logits.shape[0], logits.device)
+        forward_rows(logits, labels, objective, rows)
         ctx.save_for_backward(logits, labels, rows.row_max, rows.log_sum)
         ctx.objective = objective
         ctx.may_overwrite = may_overwrite

@@ -127,24 +127,20 @@ def linear_cross_entropy_sums(
     return LossSums(objective_losses.sum(), cross_entropies.sum())
 
 
-def forward_rows(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
-    """Row results of `logits` [N, V], which are left alone."""
-    rows = Rows.empty(logits.shape[0], logits.device)
+def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    """Writes the results of `logits` [N, V], which are left alone, into `rows`."""
     for block in _blocks(logits):
         _row_results(_softcapped(logits[block], objective), labels[block], objective, rows.slice(block))
-    return rows
 
 
-def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective) -> Rows:
-    """Row results of `logits` [N, V], which are overwritten with the gradient of the summed loss."""
-    rows = Rows.empty(logits.shape[0], logits.device)
+def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    """Writes the results of `logits` [N, V] into `rows`, and the gradient of their summed loss over them."""
     scale = torch.ones((), device=logits.device)
     for block in _blocks(logits):
         z = _softcapped(logits[block], objective)
         part = rows.slice(block)
         _row_results(z, labels[block], objective, part)
         logits[block] = _gradient_(z, labels[block], objective, part.row_max, part.log_sum, scale)
-    return rows
 
 
 def backward_rows(

@@ -32,50 +32,56 @@ def main() -> None:
 
 
 def figure(records: list[dict]) -> alt.HConcatChart:
-    """Training loss against tokens, and the peak memory, of each record."""
-    for record in records:
-        record["label"] = record["backend"] + (f", chunk={record['chunk']}" if record["chunk"] else "")
-    labels = [record["label"] for record in sorted(records, key=lambda record: ORDER.index(record["backend"]))]
-    scale = {"title": None, "sort": labels, "legend": None}
-    color = alt.Color("label:N", scale=alt.Scale(domain=labels), **scale)
-    # The first line is the widest: where curves coincide, all of them stay visible.
-    widths = alt.Scale(domain=labels, range=[6, 3.5, 1.2][: len(labels)])
-    curve = alt.Chart(alt.Data(values=[point for record in records for point in curve_of(record)]))
-    loss = curve.mark_line().encode(
-        x=alt.X("tokens:Q", title="tokens", axis=alt.Axis(format="~s")),
-        y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)),
-        color=color,
-        strokeWidth=alt.StrokeWidth("label:N", scale=widths, **scale),
+    """Training loss against tokens, how far it is from the first run's, and the peak memory of each record."""
+    records = sorted(records, key=lambda record: ORDER.index(record["backend"]))
+    labels = [label(record) for record in records]
+    color = alt.Color("label:N", sort=labels, scale=alt.Scale(domain=labels), legend=None)
+    tokens = alt.X("tokens:Q", title="tokens", axis=alt.Axis(format="~s"))
+    curves = alt.Chart(alt.Data(values=[point for record in records for point in curve(record, records[0])]))
+    loss = curves.mark_line(strokeWidth=1.2).encode(
+        x=tokens, y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)), color=color
     )
-    name = next(name for name in PEAKS if name in records[0])
-    peak = alt.X("peak:Q", title=PEAKS[name], scale=alt.Scale(domain=[0, 1.15 * max(r[name] for r in records)]))
-    bars = alt.Chart(alt.Data(values=[{"label": r["label"], "peak": r[name]} for r in records])).encode(
-        x=peak, y=alt.Y("label:N", title=None, sort=labels)
+    difference = curves.mark_line(strokeWidth=1.2).encode(
+        x=tokens, y=alt.Y("difference:Q", title=f"difference from {labels[0]} (%)"), color=color
     )
+    unit = next(name for name in PEAKS if name in records[0])
+    values = [{"label": label(record), "peak": record[unit]} for record in records]
+    longest = max(value["peak"] for value in values)
+    peak = alt.X("peak:Q", title=PEAKS[unit], scale=alt.Scale(domain=[0, 1.15 * longest]))
+    bars = alt.Chart(alt.Data(values=values)).encode(x=peak, y=alt.Y("label:N", title=None, sort=labels))
     numbers = bars.mark_text(align="left", dx=4).encode(text=alt.Text("peak:Q", format=".2f"))
-    memory = bars.mark_bar().encode(color=color) + numbers
-    first = records[0]
-    versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "triton"))
-    subtitle = [f"{first['device']}, {versions}", f"train.py {without_backend(first['command'])}"]
-    title = alt.TitleParams("One run with each loss backend", subtitle=subtitle, anchor="start")
-    panels = loss.properties(width=330, height=220) | memory.properties(width=260, height=110)
-    return panels.properties(title=title)
+    memory = (bars.mark_bar().encode(color=color) + numbers).properties(width=280, height=75)
+    right = alt.vconcat(memory, difference.properties(width=280, height=90))
+    return alt.hconcat(loss.properties(width=330, height=240), right).properties(title=title(records[0]))
 
 
-def curve_of(record: dict) -> list[dict]:
-    """The points of a record's training curve, thinned to a few hundred."""
-    with open(Path(record["run_dir"]) / record["curves"]) as stream:
-        rows = [row for row in csv.DictReader(stream) if row["train/loss"]]
-    step = -(-len(rows) // 300)
+def label(record: dict) -> str:
+    return record["backend"] + (f", chunk={record['chunk']}" if record["chunk"] else "")
+
+
+def title(record: dict) -> alt.TitleParams:
+    """Device, versions, and the overrides that the runs share."""
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton", "lightning"))
+    private = ("loss=", "hydra.", "logger=")
+    shared = " ".join(word for word in record["command"].split() if not word.startswith(private))
+    subtitle = [f"{record['device']}, {versions}", f"python scripts/train.py {shared}"]
+    return alt.TitleParams("One run with each loss backend", subtitle=subtitle, anchor="start")
+
+
+def curve(record: dict, first: dict) -> list[dict]:
+    """The points of a record's training curve at the steps that the first record has too."""
+    right = losses(first)
     return [
-        {"label": record["label"], "tokens": float(row["tokens"]), "loss": float(row["train/loss"])}
-        for row in rows[::step]
+        {"label": label(record), "tokens": tokens, "loss": loss, "difference": 100 * (loss / right[tokens] - 1)}
+        for tokens, loss in losses(record).items()
+        if tokens in right
     ]
 
 
-def without_backend(command: str) -> str:
-    """The overrides that all runs share, as far as the reader is concerned."""
-    return " ".join(word for word in command.split() if not word.startswith(("loss=", "hydra.", "logger=")))
+def losses(record: dict) -> dict[int, float]:
+    """Training loss by tokens seen."""
+    with open(Path(record["run_dir"]) / record["curves"]) as stream:
+        return {int(row["tokens"]): float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from conftest import HAS_GPU
 from heads import IGNORE, relative_error
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_sums
-from kernels.reference import Objective
+from kernels.reference import Objective, Rows
 
 OBJECTIVES = {
     "plain": Objective(),
@@ -282,7 +282,8 @@ def test_a_bad_label_in_the_kernel_gives_nan_and_zero_gradient_and_touches_nothi
     guarded = torch.full((8, 27), 5.0)
     logits = guarded[1:7, 10:17]
     labels = torch.tensor([0, 1, 2, 3, 4, label])
-    rows = module.forward_backward_rows_(logits, labels, Objective())
+    rows = Rows.empty(6, logits.device)
+    module.forward_backward_rows_(logits, labels, Objective(), rows)
     assert torch.isnan(rows.losses).tolist() == [False] * 5 + [True]
     assert torch.isnan(rows.cross_entropies[5])
     assert (logits[5] == 0).all()
