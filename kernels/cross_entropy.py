@@ -29,7 +29,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _tanh(x):
-    # Near 0 the quotient cancels, so a series takes over; no Triton version lacks these operations.
+    # Written out, because not every Triton version has a tanh. Near 0 the quotient cancels: there a series takes over.
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     decay = tl.exp(-2 * tl.abs(x))
@@ -187,7 +187,7 @@ def backward_rows(
 def _launch(
     logits: Tensor, dlogits: Tensor | None, labels: Tensor, rows: Rows, dlosses: Tensor | None, objective: Objective
 ) -> None:
-    """Without `dlosses` a forward, without `dlogits` nothing else."""
+    """Runs the forward unless `dlosses` is given, and the backward if `dlogits` is."""
     n_rows, vocab = logits.shape
     if n_rows == 0:
         return
@@ -270,7 +270,6 @@ def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) 
         raise ValueError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}")
     if labels.device != logits.device:
         raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
-    reference.check_objective(objective)
     reference.check_labels(labels, *logits.shape, objective.ignore_index)
     return _CrossEntropy.apply(logits, labels.contiguous(), objective, _may_overwrite(logits))
 
@@ -293,9 +292,10 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of `input` against `target`; backward overwrites `input` with its gradient.
 
-    Forward leaves `input` alone, so metrics may be taken from it until backward. Backward destroys it, unless it is a
-    leaf, a view of a leaf, or has rows that share memory: then the gradient takes a buffer of its own. An operation
-    that saved `input` for its own backward (a softmax or tanh that made it) raises RuntimeError there.
+    Forward leaves `input` alone, so metrics may be taken from it until backward. Backward destroys it, and with it that
+    part of a tensor it is a view of, unless it is a leaf, a view of a leaf, or has rows that share memory: then the
+    gradient takes a buffer of its own. An operation that saved `input` for its own backward (a softmax or tanh that
+    made it) raises RuntimeError there.
 
     Args:
         input: [N, V] logits, fp32, bf16 or fp16, any strides.
@@ -317,12 +317,4 @@ def cross_entropy(
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
     losses, _ = cross_entropy_per_row(input, target, objective)
-    return reduce(losses, target, ignore_index, reduction)
-
-
-def reduce(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """`losses` (per row [N], or already summed []) as "mean" over the kept rows, "sum" or "none"."""
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
+    return reference.reduce(losses, target, ignore_index, reduction)

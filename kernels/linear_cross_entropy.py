@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from . import reference, schedules
-from .cross_entropy import reduce, refuse_double_backward
+from .cross_entropy import refuse_double_backward
 from .reference import LossSums, Objective
-from .schedules import NO_GRADIENTS, Gradients, Head
+from .schedules import GradientDtypes, Head
 
 
 class _Summed(torch.autograd.Function):
     """Loss sums; the gradients are made in forward, and handed over at the first backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, wants):
+    def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, dtypes):
         head = _cast(hidden, weight, bias, compute_dtype)
-        rows, ctx.gradients = schedules.token_chunks(head, labels, objective, chunk, wants)
+        rows, ctx.gradients = schedules.token_chunks(head, labels, objective, chunk, dtypes)
         sums = rows.losses.sum(), rows.cross_entropies.sum()
         ctx.mark_non_differentiable(sums[1])
         return sums
@@ -42,11 +42,11 @@ class _PerToken(torch.autograd.Function):
     """Losses [N]; backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, wants):
+    def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, dtypes):
         head = _cast(hidden, weight, bias, compute_dtype)
-        rows, _ = schedules.token_chunks(head, labels, objective, chunk, NO_GRADIENTS)
+        rows, _ = schedules.token_chunks(head, labels, objective, chunk, GradientDtypes())
         ctx.save_for_backward(hidden, weight, bias, labels, rows.row_max, rows.log_sum)
-        ctx.options = compute_dtype, objective, chunk, wants
+        ctx.options = compute_dtype, objective, chunk, dtypes
         return rows.losses
 
     @staticmethod
@@ -63,20 +63,35 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _apply(function, hidden, weight, labels, bias, objective, chunk):
-    _check(hidden, weight, labels, bias, objective, chunk)
+def _apply(
+    function: type[torch.autograd.Function],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    objective: Objective,
+    chunk: int,
+):
+    _check(hidden, weight, bias, labels, objective, chunk)
     compute_dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
-    elif any(t is not None and t.dtype != hidden.dtype for t in (weight, bias)):
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: cast one of them, or use autocast")
-    # ctx.needs_input_grad would be true under no_grad as well.
-    wanted = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
-    wants = Gradients(*(t.dtype if want else None for t, want in zip((hidden, weight, bias), wanted, strict=True)))
-    return function.apply(hidden, weight, bias, labels.contiguous(), compute_dtype, objective, chunk, wants)
+    elif any(tensor is not None and tensor.dtype != hidden.dtype for tensor in (weight, bias)):
+        dtypes = [str(tensor.dtype) for tensor in (hidden, weight, bias) if tensor is not None]
+        raise ValueError(f"hidden, weight and bias must have one dtype outside autocast, got {', '.join(dtypes)}")
+
+    def wanted_dtype(tensor: Tensor | None) -> torch.dtype | None:
+        # ctx.needs_input_grad would be true under no_grad as well.
+        is_wanted = tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+        return tensor.dtype if is_wanted else None
+
+    dtypes = GradientDtypes(*map(wanted_dtype, (hidden, weight, bias)))
+    return function.apply(hidden, weight, bias, labels.contiguous(), compute_dtype, objective, chunk, dtypes)
 
 
-def _check(hidden, weight, labels, bias, objective, chunk) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, chunk: int
+) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden [N, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
     if weight.shape[0] == 0:
@@ -91,7 +106,6 @@ def _check(hidden, weight, labels, bias, objective, chunk) -> None:
         raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk must be an integer >= 1, got {chunk!r}")
-    reference.check_objective(objective)
     reference.check_labels(labels, hidden.shape[0], weight.shape[0], objective.ignore_index)
 
 
@@ -110,7 +124,7 @@ def linear_cross_entropy_sums(
 
     Errors and contract are those of `linear_cross_entropy`.
     """
-    return LossSums(*_apply(_Summed, hidden, weight, labels, bias, objective, chunk))
+    return LossSums(*_apply(_Summed, hidden, weight, bias, labels, objective, chunk))
 
 
 def linear_cross_entropy(
@@ -129,7 +143,8 @@ def linear_cross_entropy(
     """Cross-entropy of `input @ linear_weight.T + linear_bias` against `target`, without storing the logits.
 
     Inside autocast the GEMMs run in autocast's dtype; gradients come back in their inputs' dtypes, and a dweight for
-    an fp32 weight is accumulated in fp32 from end to end.
+    an fp32 weight is accumulated in fp32 from end to end. For "mean" and "sum" forward makes the gradients, backward
+    only scales them and hands them over. A bf16 or fp16 weight with more than one chunk costs an fp32 buffer of [V, D].
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16.
@@ -157,6 +172,6 @@ def linear_cross_entropy(
         raise ValueError(f"expected one label a token, {list(input.shape[:-1])}, got {list(target.shape)}")
     hidden, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     if reduction == "none":
-        return _apply(_PerToken, hidden, linear_weight, labels, linear_bias, objective, chunk).view(target.shape)
+        return _apply(_PerToken, hidden, linear_weight, linear_bias, labels, objective, chunk).view(target.shape)
     loss, _ = linear_cross_entropy_sums(hidden, linear_weight, labels, objective, bias=linear_bias, chunk=chunk)
-    return reduce(loss, labels, ignore_index, reduction)
+    return reference.reduce(loss, labels, ignore_index, reduction)

@@ -15,9 +15,10 @@ on a GPU, where raising would wait for the device, its row gives loss NaN and gr
 `linear_cross_entropy_sums` is the eager path that people write, left to autograd. `forward_rows`,
 `forward_backward_rows_` and `backward_rows` are the twins of the Triton launchers in `cross_entropy.py`.
 
-Smoothing: Szegedy et al. 2016. z-loss: de Brebisson and Vincent 2016, Chowdhery et al. 2022. Softcap: Gemma 2, 2024.
+Smoothing: Szegedy et al. 2016. Penalty on lse^2: Devlin et al. 2014, as z-loss in PaLM, 2022. Softcap: Gemma 2, 2024.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,13 +29,22 @@ from torch import Tensor
 BLOCK_ROWS = 64
 
 
-class Objective(NamedTuple):
-    """What is minimised; the formulas are in the module docstring."""
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised; the formulas are in the module docstring. Raises ValueError for an option out of range."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+
+    def __post_init__(self):
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}")
+        if not self.z_loss >= 0.0:
+            raise ValueError(f"z_loss must be >= 0, got {self.z_loss}")
+        if self.softcap is not None and not self.softcap > 0.0:
+            raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
 
 
 class Rows(NamedTuple):
@@ -49,8 +59,8 @@ class Rows(NamedTuple):
     def empty(cls, n_rows: int, device: torch.device) -> "Rows":
         return cls(*(torch.empty(n_rows, device=device) for _ in cls._fields))
 
-    def slice(self, rows: slice) -> "Rows":
-        return Rows(*(vector[rows] for vector in self))
+    def slice(self, part: slice) -> "Rows":
+        return Rows(*(vector[part] for vector in self))
 
 
 class LossSums(NamedTuple):
@@ -60,20 +70,18 @@ class LossSums(NamedTuple):
     cross_entropy: Tensor
 
 
-def check_objective(objective: Objective) -> None:
-    """Raises ValueError for an option outside its range."""
-    if not 0.0 <= objective.label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1), got {objective.label_smoothing}")
-    if objective.z_loss < 0.0:
-        raise ValueError(f"z_loss must be >= 0, got {objective.z_loss}")
-    if objective.softcap is not None and objective.softcap <= 0.0:
-        raise ValueError(f"softcap must be > 0 or None, got {objective.softcap}")
-
-
 def check_reduction(reduction: str) -> None:
     """Raises ValueError for a reduction that does not exist."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+
+
+def reduce(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """`losses` (per row [N], or already summed []) as "mean" over the kept rows, "sum" or "none"."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
 
 
 def check_labels(labels: Tensor, n_rows: int, vocab: int, ignore_index: int) -> None:
@@ -100,7 +108,6 @@ def linear_cross_entropy_sums(
         objective: the options of the loss.
         bias: [V], or None.
     """
-    check_objective(objective)
     check_labels(labels, hidden.shape[0], weight.shape[0], objective.ignore_index)
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -6,7 +6,8 @@ GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as 
 Peak bytes with bf16 compute beyond the inputs: 2CV for the chunk, 4VD for dweight in fp32 (the returned gradient
 itself when the weight is fp32), 2ND or 4ND for dhidden. A bf16 weight with more than one chunk needs the fp32
 accumulator beside the returned dweight, because a bf16 sum loses small contributions (its error grows with the number
-of chunks); the chunk buffer is freed before that cast.
+of chunks); the chunk buffer is freed before that cast. Under autocast, fp32 inputs are copied to bf16 for as long as
+the loop runs: 2VD + 2ND.
 """
 
 from collections.abc import Iterator
@@ -33,26 +34,31 @@ class Head(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dhidden [N, D], dweight [V, D], dbias [V]; None where not asked for. As a request: their dtypes."""
+    """dhidden [N, D], dweight [V, D] and dbias [V]; None where not asked for."""
 
-    hidden: Tensor | torch.dtype | None
-    weight: Tensor | torch.dtype | None
-    bias: Tensor | torch.dtype | None
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
-NO_GRADIENTS = Gradients(None, None, None)
+class GradientDtypes(NamedTuple):
+    """Which gradients to make, and in which dtypes; None where none is asked for."""
+
+    hidden: torch.dtype | None = None
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
 
 
 def token_chunks(
-    head: Head, labels: Tensor, objective: Objective, chunk: int, wants: Gradients
+    head: Head, labels: Tensor, objective: Objective, chunk: int, dtypes: GradientDtypes
 ) -> tuple[Rows, Gradients]:
-    """Row results, and the gradients of the summed loss that `wants` asks for."""
+    """Row results, and the gradients of the summed loss that `dtypes` asks for."""
     rows = Rows.empty(labels.shape[0], labels.device)
-    kernel = cross_entropy.forward_rows if wants == NO_GRADIENTS else cross_entropy.forward_backward_rows_
-    accumulator = _Accumulator(head, chunk, wants)
+    kernel = cross_entropy.forward_rows if dtypes == GradientDtypes() else cross_entropy.forward_backward_rows_
+    accumulator = _Accumulator(head, chunk, dtypes)
     for part, logits in _logits_of_chunks(head, chunk):
         kernel(logits, labels[part], objective, rows.slice(part))
-        accumulator.add_(part, logits)
+        accumulator.add(part, logits)
     del logits  # the chunk's buffer goes before the accumulator's last cast
     return rows, accumulator.finish()
 
@@ -62,17 +68,17 @@ def token_chunks_backward(
     labels: Tensor,
     objective: Objective,
     chunk: int,
-    wants: Gradients,
+    dtypes: GradientDtypes,
     row_max: Tensor,
     log_sum: Tensor,
     dlosses: Tensor,
 ) -> Gradients:
     """The gradients for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
-    accumulator = _Accumulator(head, chunk, wants)
+    accumulator = _Accumulator(head, chunk, dtypes)
     for part, logits in _logits_of_chunks(head, chunk):
         vectors = (vector[part] for vector in (row_max, log_sum, dlosses))
         cross_entropy.backward_rows(logits, labels[part], objective, *vectors, logits)
-        accumulator.add_(part, logits)
+        accumulator.add(part, logits)
     del logits  # as above
     return accumulator.finish()
 
@@ -103,18 +109,18 @@ def _aligned_parts(vocab: int) -> list[slice]:
 class _Accumulator:
     """Collects the gradients that are wanted from the dlogits of one chunk after another."""
 
-    def __init__(self, head: Head, chunk: int, wants: Gradients):
-        self.head, self.wants = head, wants
+    def __init__(self, head: Head, chunk: int, dtypes: GradientDtypes):
+        self.head, self.dtypes = head, dtypes
         self.dhidden = self.dweight = self.dbias = None
-        if wants.hidden:
-            self.dhidden = torch.empty_like(head.hidden, dtype=wants.hidden)
-        if wants.weight:
+        if dtypes.hidden:
+            self.dhidden = torch.empty_like(head.hidden, dtype=dtypes.hidden)
+        if dtypes.weight:
             one_chunk = head.hidden.shape[0] <= chunk
-            self.dweight = torch.empty_like(head.weight, dtype=wants.weight if one_chunk else torch.float32)
-        if wants.bias:
+            self.dweight = torch.empty_like(head.weight, dtype=dtypes.weight if one_chunk else torch.float32)
+        if dtypes.bias:
             self.dbias = torch.zeros_like(head.bias, dtype=torch.float32)
 
-    def add_(self, part: slice, dlogits: Tensor) -> None:
+    def add(self, part: slice, dlogits: Tensor) -> None:
         if self.dhidden is not None:
             for classes in _aligned_parts(dlogits.shape[1]):
                 _matmul(dlogits[:, classes], self.head.weight[classes], out=self.dhidden[part], add=classes.start > 0)
@@ -125,7 +131,7 @@ class _Accumulator:
 
     def finish(self) -> Gradients:
         gradients = self.dhidden, self.dweight, self.dbias
-        return Gradients(*(g if g is None else g.to(dtype) for g, dtype in zip(gradients, self.wants, strict=True)))
+        return Gradients(*(g if g is None else g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)))
 
 
 def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:

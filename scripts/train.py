@@ -1,11 +1,4 @@
-"""Trains a small GPT, with the loss backend of your choice.
-
-python scripts/train.py loss=fused chunk=1024
-python scripts/train.py loss=naive seq_len=256 max_steps=100
-python scripts/train.py -m loss=naive,inplace,fused
-python scripts/train.py resume=runs/2026-01-31_12-00-00 max_steps=400
-python scripts/train.py --help
-"""
+"""Trains a small GPT with the loss backend of your choice: python scripts/train.py --help."""
 
 import _path  # isort: skip  # noqa: F401
 
@@ -15,9 +8,10 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from logitless.records import is_out_of_memory
+from logitless.memory import is_out_of_memory
 from logitless.run import prepare, train
 
 
@@ -30,13 +24,15 @@ def main(config: DictConfig) -> None:
     except (ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     try:
-        print(report(train(job, run_dir), run_dir))
+        print(last_lines(train(job, run_dir), run_dir))
     except SystemExit as error:
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
     except Exception as error:
-        if is_out_of_memory(error):
-            sys.exit(f"out of memory: {error}")
-        raise
+        if not is_out_of_memory(error):
+            raise
+        print(f"out of memory: {error}", file=sys.stderr)
+        if HydraConfig.get().mode == RunMode.RUN:
+            sys.exit(1)  # in a sweep it is a result, and the next job goes on
 
 
 def resumed(first: Path, run_dir: Path) -> DictConfig:
@@ -49,7 +45,7 @@ def resumed(first: Path, run_dir: Path) -> DictConfig:
     return hydra.compose("train", overrides=overrides)
 
 
-def report(record: dict, run_dir: Path) -> str:
+def last_lines(record: dict, run_dir: Path) -> str:
     """The last lines of a run."""
     peaks = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if "peak" in k and "reserved" not in k)
     return (

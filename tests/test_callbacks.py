@@ -34,7 +34,7 @@ class FakeModule:
     def is_logging_step(self, step: int) -> bool:
         return True
 
-    def plot(self, name, value, *, progress_bar=False):
+    def add_to_point(self, name, value, *, progress_bar=False):
         self.plotted.append((name, value))
 
 

@@ -1,5 +1,7 @@
 """cross_entropy on logits: values, gradients, and what may be overwritten."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,10 +51,10 @@ def test_losses_and_gradients_equal_fp64(engine, shape, objective):
     logits, labels = random_logits(*shape)
     labels[shape[0] // 2] = IGNORE if shape[0] > 1 else labels[0]
     upstream = torch.linspace(-1, 2, shape[0])
-    ours = cross_entropy(logits.clone(), labels, reduction="none", **objective._asdict())
+    ours = cross_entropy(logits.clone(), labels, reduction="none", **asdict(objective))
     right = eager(logits.double(), labels, objective, "none")
     assert relative_error(ours, right) < 1e-6
-    dlogits = grad(lambda x: cross_entropy(x, labels, reduction="none", **objective._asdict()), logits, upstream)
+    dlogits = grad(lambda x: cross_entropy(x, labels, reduction="none", **asdict(objective)), logits, upstream)
     right = grad(lambda x: eager(x, labels, objective, "none"), logits.double(), upstream.double())
     assert relative_error(dlogits, right) < 1e-6
 

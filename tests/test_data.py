@@ -108,7 +108,7 @@ def test_every_token_but_the_first_is_a_label_exactly_once(seq_len):
         assert tokens[kept].tolist() == stream[:-1].tolist()
         assert kept[: length - 1].all()  # only the end of the last row is filled up
         assert all((label != IGNORE).any() for _, label in rows)
-        assert blocks.kept(range(len(blocks))) == length - 1
+        assert blocks.n_kept(range(len(blocks))) == length - 1
         assert all(part.dtype == np.int64 and part.shape == (seq_len,) for row in rows for part in row)
 
 
@@ -351,6 +351,13 @@ def test_a_crash_while_preparing_leaves_nothing(text, cache):
     assert len(load_corpus(source_of(text), BPE, str(cache)).validation) > 2
 
 
+@pytest.mark.parametrize("validation", [1, 7, 0.5])
+def test_a_text_with_nothing_left_to_train_on_is_refused(tmp_path, cache, validation):
+    (tmp_path / "a.txt").write_text("one line\n")
+    with pytest.raises(ValueError, match=rf"data\.validation={validation} leaves no document for the train split"):
+        load_corpus(TextFiles(str(tmp_path / "a.txt"), None, validation), BPE, cache)
+
+
 def test_a_split_without_documents_is_refused_and_not_cached(tmp_path, cache):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text(json.dumps({"text": "the only document"}))
@@ -390,7 +397,7 @@ HUB_SET = ("some-owner/some-set", "some-name", "main", "text", None, 2, False, N
 
 def test_a_hub_set_that_is_neither_prepared_nor_cached_fails_at_once(cache):
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"data\.repo=some-owner/some-set .* is not in the cache .*run once with"):
+    with pytest.raises(RuntimeError, match=r"data\.repo=some-owner/some-set .* nor is it in the cache .*Run once with"):
         load_corpus(HubDataset(*HUB_SET), BPE, str(cache))
     assert time.monotonic() - start < 10
     assert list(cache.iterdir()) == []

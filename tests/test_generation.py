@@ -26,7 +26,7 @@ def make_gpt(seed: int = 0, **options) -> GPT:
 
 
 def sample(gpt, prompts=PROMPTS, **options):
-    defaults = {"max_new_tokens": 16, "temperature": 0.0, "top_k": None, "vocab": VOCAB, "seed": 0}
+    defaults = {"max_new_tokens": 16, "temperature": 0.0, "top_k": None, "tokenizer_size": VOCAB, "seed": 0}
     return generate(gpt, prompts, **defaults | options)
 
 
@@ -120,7 +120,7 @@ def test_padding_of_the_vocabulary_is_never_sampled(options):
     with torch.no_grad():
         gpt.head.bias[VOCAB:] = 100.0
     assert max(max(row) for row in sample(gpt, **options)) < VOCAB
-    assert max(max(row) for row in sample(gpt, **options, vocab=V)) >= VOCAB  # they would be, if they counted
+    assert max(max(row) for row in sample(gpt, **options, tokenizer_size=V)) >= VOCAB  # they would be, if they counted
 
 
 # Text

@@ -46,7 +46,7 @@ def test_every_backend_is_as_good_as_eager(vocab, objective, backend, dtype):
     hidden, weight, bias, labels = cuda_head(331, vocab, 72, dtype, bias=True)
 
     def loss(hidden, weight, bias):
-        return backend(hidden, weight, labels, bias=bias, **objective._asdict()).loss
+        return backend(hidden, weight, labels, bias=bias, objective=objective).loss
 
     ours = sums_and_gradients(loss, {"hidden": hidden, "weight": weight, "bias": bias})
     arguments = (hidden, weight, bias, labels, objective)

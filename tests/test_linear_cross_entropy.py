@@ -1,6 +1,7 @@
 """linear_cross_entropy: values and gradients over chunks, dtypes, autocast, and what is asked for."""
 
 import itertools
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_reduction_none_takes_an_upstream_gradient_per_token(engine, chunk):
     upstream = torch.linspace(-1, 2, 7)
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
     losses = linear_cross_entropy(
-        *leaves[:2], labels, linear_bias=leaves[2], reduction="none", chunk=chunk, **objective._asdict()
+        *leaves[:2], labels, linear_bias=leaves[2], reduction="none", chunk=chunk, **asdict(objective)
     )
     for _ in range(2):  # nothing is overwritten, so a second backward is right as well
         gradients = torch.autograd.grad(losses, leaves, upstream, retain_graph=True)

@@ -112,7 +112,7 @@ class FakeServer:
 
 def test_logged_in_a_run_is_online(tmp_path, monkeypatch):
     server = FakeServer(monkeypatch, is_reachable=True)
-    Loggers(SETTINGS, tmp_path, "naive-T8", {}).finish({"status": "ok"})
+    Loggers(SETTINGS, tmp_path, "naive-T8", "naive", {}).finish({"status": "ok"})
     ((mode, options),) = server.calls
     assert mode == "online"
     assert (options["project"], options["group"], options["name"], options["tags"]) == ("p", "g", "naive-T8", ["naive"])
@@ -120,7 +120,7 @@ def test_logged_in_a_run_is_online(tmp_path, monkeypatch):
 
 def test_an_unreachable_server_makes_the_run_offline(tmp_path, monkeypatch, capsys):
     server = FakeServer(monkeypatch, is_reachable=False)
-    Loggers(SETTINGS, tmp_path, "naive-T8", {}).finish({"status": "ok"})
+    Loggers(SETTINGS, tmp_path, "naive-T8", "naive", {}).finish({"status": "ok"})
     assert [mode for mode, _ in server.calls] == ["online", "offline"]
     assert "no route to host" in capsys.readouterr().out
 
@@ -131,7 +131,7 @@ def test_a_malformed_key_makes_the_run_offline(tmp_path, monkeypatch, capsys):
 
     server = FakeServer(monkeypatch, is_reachable=True)
     monkeypatch.setattr(wandb, "login", refuse)
-    Loggers(SETTINGS, tmp_path, "naive-T8", {}).finish({"status": "ok"})
+    Loggers(SETTINGS, tmp_path, "naive-T8", "naive", {}).finish({"status": "ok"})
     assert [mode for mode, _ in server.calls] == ["offline"]
     assert "has 5" in capsys.readouterr().out
 

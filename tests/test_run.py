@@ -62,7 +62,7 @@ def errors_against_naive(config, others, monkeypatch, tmp_path) -> dict[str, lis
             # An upstream gradient other than 1, as the division by the window's tokens makes one.
             return [sums.loss.detach(), *torch.autograd.grad(sums.loss / 7, list(self.gpt.parameters()))]
 
-        gold = loss_and_gradients(self.loss)
+        gold = loss_and_gradients(self.loss_backend)
         for name, loss in others.items():
             errors[name].append(largest_error(loss_and_gradients(loss), gold))
         return step(self, batch, batch_idx)

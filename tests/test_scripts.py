@@ -76,7 +76,16 @@ def test_train_works_from_another_folder_and_generate_continues_what_it_made(tmp
 def test_generate_refuses_a_checkpoint_that_is_none_in_one_line(tmp_path):
     result = script(tmp_path, "generate", "checkpoint=nowhere.ckpt", "prompt=a")
     assert result.returncode == 1
-    assert result.stderr == "error: checkpoint=nowhere.ckpt is no file\n"
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: checkpoint=nowhere.ckpt: ")
+
+
+@pytest.mark.parametrize("override", ["temperature=-1", "top_k=0", "samples=0", "max_new_tokens=1.5"])
+def test_generate_refuses_a_wrong_value_in_one_line(tmp_path, override):
+    result = script(tmp_path, "generate", "checkpoint=any.ckpt", "prompt=a", override)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert f"{override} must be" in line
 
 
 def test_help_shows_the_common_commands_and_the_configuration(tmp_path):

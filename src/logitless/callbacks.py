@@ -21,24 +21,24 @@ class PeakMemory(pl.Callback):
         self.cold: dict[str, float] = {}
         self.warm: dict[str, float] = {}
         self.validation: dict[str, float] = {}
-        self._steps = 0
+        self._step = 0
 
     def on_train_start(self, trainer, module) -> None:
-        self._steps = trainer.global_step
+        self._step = trainer.global_step
         self.meter.reset()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step == self._steps:
+        if trainer.global_step == self._step:
             return  # inside an accumulation window
-        self._steps = trainer.global_step
+        self._step = trainer.global_step
         if not self.cold:
             self.cold = self.meter.peaks()
             self.meter.reset()
         else:
             self.warm = _larger(self.warm, self.meter.peaks())
-        if module.is_logging_step(self._steps):
+        if module.is_logging_step(self._step):
             for name, value in (self.warm or self.cold).items():
-                module.plot(f"memory/{name}", value, progress_bar="reserved" not in name)
+                module.add_to_point(f"memory/{name}", value, progress_bar="reserved" not in name)
 
     def on_validation_start(self, trainer, module) -> None:
         self.meter.reset()
@@ -70,7 +70,7 @@ class Throughput(pl.Callback):
         self._start = trainer.global_step  # > 0 in a resumed run
 
     def tokens_per_s(self) -> float | None:
-        """Mean over the run so far; None before the end of the second step."""
+        """Mean over the run so far; None until the second logged step, or the first pause after step 1."""
         return self._tokens / self._seconds if self._seconds else None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
@@ -80,7 +80,7 @@ class Throughput(pl.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         if self._last and module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
             seconds, tokens = self._lap(module)
-            module.plot("tokens_per_s", tokens / seconds, progress_bar=True)
+            module.add_to_point("tokens_per_s", tokens / seconds, progress_bar=True)
 
     def on_validation_start(self, trainer, module) -> None:
         self._pause(module)

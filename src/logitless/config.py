@@ -1,6 +1,6 @@
 """What a composed configuration must satisfy before anything is built; every message names the key.
 
-What several keys of the model must satisfy together is GPTConfig's to say.
+GPTConfig checks what several keys of the model must satisfy together.
 """
 
 import math
@@ -42,7 +42,7 @@ def _is_pair_of_betas(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
 
 
-RULES = {
+TRAIN = {
     "seq_len": _integer(1),
     "batch_size": _integer(1),
     "accumulate": _integer(1),
@@ -69,8 +69,18 @@ RULES = {
     "model.width": _integer(1),
     "model.dropout": _number("in [0, 1]", lambda value: 0 <= value <= 1),
     "model.padded_vocab_size": _or_null(
-        Rule("a multiple of 64", lambda value: type(value) is int and value > 0 and value % 64 == 0)
+        Rule("a positive multiple of 64", lambda value: type(value) is int and value > 0 and value % 64 == 0)
     ),
+    "tokenizer.kind": _choice("bpe", "hub"),
+    "trainer.accelerator": _choice("auto", "cpu", "gpu"),
+    "logger.kind": _choice("wandb", "csv"),
+}
+GENERATE = {
+    "samples": _integer(1),
+    "max_new_tokens": _integer(1),
+    "temperature": _number(">= 0", lambda value: value >= 0),
+    "top_k": _or_null(_integer(1)),
+    "seed": _integer(0),
 }
 COUNT = _integer(1)
 HELD_OUT_OF_TEXT = Rule(
@@ -82,29 +92,20 @@ HELD_OUT_OF_HUB = Rule(
 )
 
 
-def check_config(config: DictConfig) -> None:
+def check_train_config(config: DictConfig) -> None:
     """Raises ValueError, naming the key and what would be right, for a value that no run can have."""
+    _check(config, TRAIN | {"data.validation": HELD_OUT_OF_HUB if "repo" in config.data else HELD_OUT_OF_TEXT})
+
+
+def check_generate_config(config: DictConfig) -> None:
+    """The same for scripts/generate.py."""
+    _check(config, GENERATE)
+
+
+def _check(config: DictConfig, rules: dict[str, Rule]) -> None:
     if missing := OmegaConf.missing_keys(config):
         raise ValueError(f"{', '.join(sorted(missing))} must be given: add key=value to the command")
-    held_out = HELD_OUT_OF_HUB if "repo" in config.data else HELD_OUT_OF_TEXT
-    for key, rule in (RULES | {"data.validation": held_out}).items():
+    for key, rule in rules.items():
         value = OmegaConf.select(config, key)
         if not rule.holds(value):
             raise ValueError(f"{key}={value} must be {rule.words}")
-
-
-def padded_vocab_size(asked: int | None, tokenizer_size: int) -> int:
-    """V of the model: `asked`, or the next multiple of 64 that holds the tokenizer's ids.
-
-    Raises:
-        ValueError: `asked` is smaller than the tokenizer's vocabulary.
-    """
-    needed = -(-tokenizer_size // 64) * 64
-    if asked is None:
-        return needed
-    if asked < tokenizer_size:
-        raise ValueError(
-            f"model.padded_vocab_size={asked} is smaller than the tokenizer's vocabulary of {tokenizer_size}: "
-            f"use {needed} or more, or null"
-        )
-    return asked

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from logitless.sources import Source
-from logitless.tokenizer import END_OF_TEXT, from_hub, train_bpe
+from logitless.tokenizer import END_OF_TEXT, encode_texts, from_hub, train_bpe
 
 LAYOUT = "end-of-text before, between and after documents"
 
@@ -48,20 +48,21 @@ class Corpus(NamedTuple):
     validation: np.ndarray
 
 
-def load_corpus(source: Source, tokenizer: dict, cache_dir: str) -> Corpus:
-    """The corpus from the cache, made there first if need be. `tokenizer` is conf/tokenizer/*.yaml.
+def load_corpus(source: Source, tokenizer_settings: dict, cache_dir: str) -> Corpus:
+    """The corpus from the cache, made there first if need be. The settings are conf/tokenizer/*.yaml.
 
     Raises:
         RuntimeError: a data set or tokenizer that is neither cached nor within reach.
+        ValueError: a split without documents.
     """
-    key = hashlib.sha256(json.dumps([source.fingerprint(), tokenizer, LAYOUT]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([source.fingerprint(), tokenizer_settings, LAYOUT]).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / key
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             finished = Path(scratch) / "corpus"
             finished.mkdir()
-            _write_corpus(source, tokenizer, finished)
+            _write_corpus(source, tokenizer_settings, finished)
             try:
                 os.rename(finished, folder)
             except OSError:
@@ -91,12 +92,11 @@ def _write_corpus(source: Source, settings: dict, folder: Path) -> None:
 def encode(documents: Iterable[str], tokenizer: tokenizers.Tokenizer) -> Iterator[np.ndarray]:
     """The stream of token ids of all documents, in pieces."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.encode_special_tokens = True  # an END_OF_TEXT that somebody wrote is text like any other
     yield np.array([end_of_text])
     documents = iter(documents)
     while group := list(islice(documents, 256)):
-        for encoding in tokenizer.encode_batch(group, add_special_tokens=False):
-            yield np.array([*encoding.ids, end_of_text])
+        for ids in encode_texts(tokenizer, group):
+            yield np.array([*ids, end_of_text])
 
 
 class Blocks:
@@ -121,14 +121,15 @@ class Blocks:
         """(tokens [T], labels [T]), both int64: label i is the token after token i."""
         start = index * self.seq_len
         block = self.stream[start : start + self.seq_len + 1].astype(np.int64)
-        if block.min() < 0 or block.max() >= self.vocab:
-            raise ValueError(f"token id {block.max()} does not fit model.padded_vocab_size={self.vocab}")
+        outside = block[(block < 0) | (block >= self.vocab)]
+        if outside.size:
+            raise ValueError(f"token id {outside[0]} does not fit model.padded_vocab_size={self.vocab}")
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         labels = np.full(self.seq_len, self.ignore_index, dtype=np.int64)
         tokens[: len(block) - 1], labels[: len(block) - 1] = block[:-1], block[1:]
         return tokens, labels
 
-    def kept(self, indices: Iterable[int]) -> int:
+    def n_kept(self, indices: Iterable[int]) -> int:
         """Number of labels that count in the loss of these rows."""
         return sum(int((self.row(index)[1] != self.ignore_index).sum()) for index in indices)
 
@@ -179,7 +180,7 @@ class Batches(Dataset):
     def _count_window_tokens(self, window: int) -> int:
         per_window = self.accumulate * self.world
         slices = range(window * per_window, (window + 1) * per_window)
-        return sum(self.blocks.kept(self._rows(index)) for index in slices)
+        return sum(self.blocks.n_kept(self._rows(index)) for index in slices)
 
 
 class TextData(pl.LightningDataModule):
@@ -213,18 +214,18 @@ class TextData(pl.LightningDataModule):
         super().__init__()
         self.tokenizer_json = corpus.tokenizer.to_str()
         train, validation = (Blocks(s, seq_len, vocab, ignore_index) for s in (corpus.train, corpus.validation))
-        self.train = {"blocks": train, "batch_size": batch_size, "n_batches": max_steps * accumulate}
-        self.train |= {"accumulate": accumulate, "seed": seed}
+        n_batches = max_steps * accumulate
+        self._train = partial(Batches, train, batch_size, n_batches=n_batches, accumulate=accumulate, seed=seed)
         n_batches = min(val_batches, -(-len(validation) // batch_size))
-        self.validation = {"blocks": validation, "batch_size": batch_size, "n_batches": n_batches}
+        self._validation = Batches(validation, batch_size, n_batches=n_batches)
 
     def train_dataloader(self) -> DataLoader:
-        batches = Batches(**self.train, rank=self.trainer.global_rank, world=self.trainer.world_size)
+        batches = self._train(rank=self.trainer.global_rank, world=self.trainer.world_size)
         start = self.trainer.global_step * batches.accumulate  # > 0 in a resumed run
         return DataLoader(batches, batch_size=None, sampler=_Resumed(range(start, len(batches)), len(batches)))
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(Batches(**self.validation), batch_size=None)
+        return DataLoader(self._validation, batch_size=None)
 
 
 class _Resumed:

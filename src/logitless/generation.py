@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.model import GPT, GPTConfig, KeyValueCache
-from logitless.tokenizer import END_OF_TEXT
+from logitless.tokenizer import END_OF_TEXT, encode_texts
 
 
 def load_checkpoint(path: Path, device: torch.device) -> tuple[GPT, tokenizers.Tokenizer]:
@@ -41,15 +41,14 @@ def complete(
 ) -> list[str]:
     """Each prompt with its continuation, up to END_OF_TEXT."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.encode_special_tokens = True  # an END_OF_TEXT in a prompt is text
-    ids = [[end_of_text, *encoding.ids] for encoding in tokenizer.encode_batch(prompts, add_special_tokens=False)]
+    ids = [[end_of_text, *prompt] for prompt in encode_texts(tokenizer, prompts)]
     sampled = generate(
         gpt,
         ids,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
-        vocab=tokenizer.get_vocab_size(),
+        tokenizer_size=tokenizer.get_vocab_size(),
         seed=seed,
     )
     texts = []
@@ -67,7 +66,7 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
-    vocab: int,
+    tokenizer_size: int,
     seed: int,
 ) -> list[list[int]]:
     """Each prompt (one token or more) followed by `max_new_tokens` sampled ones; the prompts' lengths may differ.
@@ -78,7 +77,7 @@ def generate(
         max_new_tokens: >= 1.
         temperature: 0 takes the likeliest token.
         top_k: sample among the k likeliest, or None for all.
-        vocab: ids from here on are padding of the model's vocabulary and are never sampled.
+        tokenizer_size: ids from here on are padding of the model's vocabulary and are never sampled.
         seed: of the samples.
     """
     device = gpt.embedding.weight.device
@@ -93,7 +92,7 @@ def generate(
     start, end = 0, min(lengths)
     while end < total:
         hidden = gpt(known[:, start:end], cache)[:, -1]
-        sampled = _sample(gpt.head.logits(hidden)[:, :vocab].float(), temperature, top_k, generator)
+        sampled = _sample(gpt.head.logits(hidden)[:, :tokenizer_size].float(), temperature, top_k, generator)
         known[:, end] = torch.where(known[:, end] < 0, sampled, known[:, end])
         start, end = end, end + 1
     return [row[: length + max_new_tokens].tolist() for row, length in zip(known, lengths, strict=True)]

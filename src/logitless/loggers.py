@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-INIT_TIMEOUT_S = 20
+INIT_TIMEOUT_S = 20  # an unreachable server costs a few times this before the run goes offline
 
 
 class Loggers:
@@ -13,17 +13,18 @@ class Loggers:
 
     Args:
         settings: conf/logger/*.yaml.
-        run_dir: the run's folder; curves.csv and W&B's files go there.
+        run_dir: the run's folder, which gets curves/metrics.csv and W&B's files.
         run_name: what W&B calls the run.
+        backend: W&B's tag of the run.
         config: the whole config, for W&B.
     """
 
-    def __init__(self, settings: dict, run_dir: Path, run_name: str, config: dict):
+    def __init__(self, settings: dict, run_dir: Path, run_name: str, backend: str, config: dict):
         # In a folder of its own: the logger removes what it finds.
         self._csv = CSVLogger(run_dir, name="curves", version="", flush_logs_every_n_steps=1)
         self._wandb = None
         if settings["kind"] == "wandb":
-            self._wandb = _start_wandb(settings, run_dir, run_name, config)
+            self._wandb = _start_wandb(settings, run_dir, run_name, backend, config)
         self.curves = Path("curves") / "metrics.csv"
 
     def all(self) -> list[Logger]:
@@ -39,7 +40,7 @@ class Loggers:
             self._wandb.finish(exit_code=1 if summary["status"] == "error" else 0)
 
 
-def _start_wandb(settings: dict, run_dir: Path, run_name: str, config: dict):
+def _start_wandb(settings: dict, run_dir: Path, run_name: str, backend: str, config: dict):
     import wandb
 
     # Asked without a prompt and without the network. WANDB_MODE, where set, is the user's own answer.
@@ -51,16 +52,16 @@ def _start_wandb(settings: dict, run_dir: Path, run_name: str, config: dict):
         "entity": settings["entity"],
         "group": settings["group"],
         "name": run_name,
-        "tags": [run_name.split("-")[0]],
+        "tags": [backend],
         "dir": run_dir,
         "config": config,
     }
-    quiet = {"silent": True, "init_timeout": INIT_TIMEOUT_S}
+    settings = wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT_S)
     try:
-        run = wandb.init(**arguments, mode=mode, settings=wandb.Settings(**quiet))
+        run = wandb.init(**arguments, mode=mode, settings=settings)
     except wandb.Error as error:
         print(f"wandb: online logging failed ({error}); logging offline")
-        run = wandb.init(**arguments, mode="offline", settings=wandb.Settings(**quiet))
+        run = wandb.init(**arguments, mode="offline", settings=settings)
     run.define_metric("tokens")
     run.define_metric("*", step_metric="trainer/global_step")
     run.define_metric("val/loss", summary="min", step_metric="trainer/global_step")

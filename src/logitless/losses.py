@@ -13,6 +13,8 @@ from torch import Tensor
 from kernels import cross_entropy, linear_cross_entropy, reference
 from kernels.reference import LossSums, Objective
 
+PLAIN = Objective()
+
 
 class LossBackend(Protocol):
     """What the head calls; `functools.partial` binds the options."""
@@ -20,20 +22,29 @@ class LossBackend(Protocol):
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None) -> LossSums: ...
 
 
-def naive(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **objective) -> LossSums:
+def naive(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, objective: Objective = PLAIN
+) -> LossSums:
     """Logits in the compute dtype, then fp32, then softmax: what PyTorch does when left alone."""
-    return reference.linear_cross_entropy_sums(hidden, weight, labels, Objective(**objective), bias=bias)
+    return reference.linear_cross_entropy_sums(hidden, weight, labels, objective, bias=bias)
 
 
-def inplace(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **objective) -> LossSums:
+def inplace(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, objective: Objective = PLAIN
+) -> LossSums:
     """One logits tensor, which the gradient overwrites."""
     logits = F.linear(hidden, weight, bias)
-    return cross_entropy.cross_entropy_sums(logits, labels, Objective(**objective))
+    return cross_entropy.cross_entropy_sums(logits, labels, objective)
 
 
 def fused(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, chunk: int, **objective
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    objective: Objective = PLAIN,
+    chunk: int,
 ) -> LossSums:
     """`chunk` rows of logits at a time; the whole tensor never exists."""
-    objective = Objective(**objective)
     return linear_cross_entropy.linear_cross_entropy_sums(hidden, weight, labels, objective, bias=bias, chunk=chunk)

@@ -79,3 +79,10 @@ class LiveTensorMeter(TorchDispatchMode):
 def meter(module: nn.Module, device: torch.device) -> CudaMeter | LiveTensorMeter:
     """The meter for `device`, for a run that trains `module`."""
     return CudaMeter(device) if device.type == "cuda" else LiveTensorMeter(module)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the allocator itself refused: any other error, whatever its text says of CUDA, is an error."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)

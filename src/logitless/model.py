@@ -36,6 +36,23 @@ class GPTConfig:
             raise ValueError(f"model.mlp={self.mlp} must be swiglu or gelu")
 
 
+def padded_vocab_size(asked: int | None, tokenizer_size: int) -> int:
+    """V of the model: `asked`, or the next multiple of 64 that holds the tokenizer's ids.
+
+    Raises:
+        ValueError: `asked` is smaller than the tokenizer's vocabulary.
+    """
+    needed = -(-tokenizer_size // 64) * 64
+    if asked is None:
+        return needed
+    if asked < tokenizer_size:
+        raise ValueError(
+            f"model.padded_vocab_size={asked} is smaller than the tokenizer's vocabulary of {tokenizer_size}: "
+            f"use {needed} or more, or null"
+        )
+    return asked
+
+
 class KeyValueCache:
     """Keys and values of all layers for the first `length` positions of B sequences: L x 2 x [B, H, T_max, D/H].
 

@@ -21,26 +21,27 @@ class LanguageModel(pl.LightningModule):
 
     Args:
         model: the fields of GPTConfig; all that a checkpoint's `hyper_parameters` hold, as a plain dict.
-        loss: the backend, with its options bound.
-        optimizer: `lr`, `min_lr_ratio`, `warmup_steps`, `weight_decay`, `betas`, `grad_clip` (null: none).
+        loss_backend: the backend, with its options bound.
+        optimizer_settings: `lr`, `min_lr_ratio`, `warmup_steps`, `weight_decay`, `betas`, `grad_clip` (null: none).
         log_every: optimizer steps from one logged point of the curves to the next.
-        seed: of dropout, drawn anew for every micro-batch so that a resumed run repeats it.
+        seed: for dropout. Every micro-batch seeds the generator anew, so that a resumed run draws the same masks.
     """
 
-    def __init__(self, model: dict, loss: LossBackend, optimizer: dict, *, log_every: int, seed: int):
+    def __init__(self, model: dict, loss_backend: LossBackend, optimizer_settings: dict, *, log_every: int, seed: int):
         super().__init__()
         self.save_hyperparameters("model")
         self.gpt = GPT(GPTConfig(**model))
-        self.loss, self.optimizer, self.log_every, self.seed = loss, optimizer, log_every, seed
+        self.loss_backend, self.optimizer_settings = loss_backend, optimizer_settings
+        self.log_every, self.seed = log_every, seed
         self.tokens_seen = 0
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
-        self.losses: dict[str, float] = {}  # the last of each, and the best of validation
+        self.losses: dict[str, float] = {}  # last and smallest train_loss and val_loss
         self._point: dict[str, float] = {}
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss)
+        sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)
         self._window_sum = self._window_sum + sums.cross_entropy
         self._window_tokens = batch.window_tokens
         # Lightning divides by the first factor, and DDP's mean over ranks by the second.
@@ -63,15 +64,15 @@ class LanguageModel(pl.LightningModule):
         self.empty_windows += self._window_tokens == 0
         if self.is_logging_step(step):
             window_sum = self.trainer.strategy.reduce(self._window_sum, reduce_op="sum")  # over ranks
-            self._plot_loss("train", window_sum / max(self._window_tokens, 1))
-            self.plot("lr", optimizer.param_groups[0]["lr"])
+            self._add_loss("train", window_sum / max(self._window_tokens, 1))
+            self.add_to_point("lr", optimizer.param_groups[0]["lr"])
         self._window_sum = 0.0
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        limit = self.optimizer["grad_clip"] or math.inf
+        limit = self.optimizer_settings["grad_clip"] or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit)
         if self.is_logging_step(self.global_step + 1):
-            self.plot("grad_norm", grad_norm)
+            self.add_to_point("grad_norm", grad_norm)
 
     def on_train_batch_end(self, outputs, batch: Batch, batch_idx: int) -> None:
         self._write_point()  # the callbacks' hooks have run: their values are in the point
@@ -80,24 +81,25 @@ class LanguageModel(pl.LightningModule):
         self._val_sum, self._val_tokens = 0.0, 0
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss)
+        sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)
         self._val_sum = self._val_sum + sums.cross_entropy
         self._val_tokens += batch.window_tokens
 
     def on_validation_epoch_end(self) -> None:
         mean = self._val_sum / max(self._val_tokens, 1)
-        self._plot_loss("val", mean)
-        self.plot("val/perplexity", torch.as_tensor(mean, dtype=torch.float64).exp())  # inf where math.exp raises
+        self._add_loss("val", mean)
+        perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
+        self.add_to_point("val/perplexity", perplexity)
         self._write_point()
 
-    def plot(self, name: str, value: float | Tensor, *, progress_bar: bool = False) -> None:
-        """Adds a value to the curves' point of this step, which waits for the device if it is there."""
+    def add_to_point(self, name: str, value: float | Tensor, *, progress_bar: bool = False) -> None:
+        """Adds `value` to the curves' point of this step; a value on the device is waited for."""
         self._point[name] = float(value)
         if progress_bar:
             self.log(name, self._point[name], prog_bar=True, logger=False)
 
-    def _plot_loss(self, split: str, mean: Tensor) -> None:
-        self.plot(f"{split}/loss", mean, progress_bar=True)
+    def _add_loss(self, split: str, mean: Tensor) -> None:
+        self.add_to_point(f"{split}/loss", mean, progress_bar=True)
         name, value = f"{split}_loss", self._point[f"{split}/loss"]
         self.losses[name] = value
         self.losses[f"best_{name}"] = min(value, self.losses.get(f"best_{name}", math.inf))
@@ -110,18 +112,21 @@ class LanguageModel(pl.LightningModule):
         self._point = {}
 
     def configure_optimizers(self) -> dict:
+        settings = self.optimizer_settings
         matrices = [p for p in self.gpt.parameters() if p.dim() >= 2]
         vectors = [p for p in self.gpt.parameters() if p.dim() < 2]
-        decay = self.optimizer["weight_decay"]
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        # The fused step unscales fp16 gradients by itself, after they were clipped.
+        groups = [
+            {"params": matrices, "weight_decay": settings["weight_decay"]},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        # A fused AdamW unscales fp16 gradients inside its step, too late for clipping.
         fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
-        adamw = torch.optim.AdamW(groups, lr=self.optimizer["lr"], betas=tuple(self.optimizer["betas"]), fused=fused)
+        adamw = torch.optim.AdamW(groups, lr=settings["lr"], betas=tuple(settings["betas"]), fused=fused)
         schedule = partial(
             warmup_cosine,
-            warmup_steps=self.optimizer["warmup_steps"],
+            warmup_steps=settings["warmup_steps"],
             max_steps=self.trainer.max_steps,
-            min_ratio=self.optimizer["min_lr_ratio"],
+            min_ratio=settings["min_lr_ratio"],
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, schedule)
         return {"optimizer": adamw, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

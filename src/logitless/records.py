@@ -2,6 +2,8 @@
 
 import json
 import platform
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -19,7 +21,8 @@ def new_record(config: dict, device: torch.device) -> dict:
     return {
         "status": "started",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv[1:]),
+        "command": shlex.join(sys.argv[1:]),
+        "commit": _commit(),
         "config": config,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
@@ -35,7 +38,7 @@ def append_record(record: dict, run_dir: Path) -> None:
 
 
 def read_records(paths: Iterable[Path]) -> list[dict]:
-    """All records in files or below folders, each with its folder as `run_dir`; broken lines are skipped, aloud."""
+    """All records in files or below folders, each with its folder as `run_dir`; stderr names broken lines."""
     records = []
     for path in paths:
         for file in sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]:
@@ -47,11 +50,13 @@ def read_records(paths: Iterable[Path]) -> list[dict]:
     return records
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the allocator itself refused: any other error, whatever its text says of CUDA, is an error."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+def _commit() -> str | None:
+    """The checkout's commit, with -dirty if files differ from it; None where there is no git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""One training run: a composed configuration in, a record out; everything in between is a call or a file."""
+"""One training run: checks a composed configuration, trains, and writes the record."""
 
 import logging
 import math
@@ -16,18 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from logitless import memory
 from logitless.callbacks import PeakMemory, ProgressBar, Throughput
-from logitless.config import check_config, padded_vocab_size
+from logitless.config import check_train_config
 from logitless.data import Corpus, TextData, load_corpus
 from logitless.generation import complete
 from logitless.loggers import Loggers
-from logitless.model import GPTConfig
+from logitless.model import GPTConfig, padded_vocab_size
 from logitless.module import LanguageModel
-from logitless.records import append_record, is_out_of_memory, new_record
-
-# Lightning's advertisements, its own use of what torch deprecates, and its doubts about resumed runs: a new folder, and
-# a loader whose place it does not know (data.Batches does)
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*LeafSpec|The dirpath has changed|.*dataloader is not resumable")
+from logitless.records import append_record, new_record
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
@@ -48,9 +43,11 @@ def prepare(config: DictConfig) -> Job:
         ValueError: a value that no run can have, by its key.
         RuntimeError: a data set or tokenizer that is neither cached nor within reach.
     """
-    check_config(config)
+    check_train_config(config)
     if config.resume is not None and not (Path(config.resume) / LAST_CHECKPOINT).is_file():
-        raise ValueError(f"resume={config.resume}: no {LAST_CHECKPOINT} there")
+        raise ValueError(
+            f"resume={config.resume}: no {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
+        )
     device = _device(config.trainer.accelerator)
     plain = OmegaConf.to_container(config, resolve=True)
     corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
@@ -61,23 +58,24 @@ def prepare(config: DictConfig) -> Job:
 
 
 def train(job: Job, run_dir: Path) -> dict:
-    """Trains and returns the record, which is also appended to `run_dir`/record.jsonl, whatever happens.
+    """Trains and returns the record, which is also appended to `run_dir`/record.jsonl when training fails.
 
     Raises:
         Exception: what made the run fail, after its record was written with status "oom" or "error" and, for the
             latter, its traceback in `run_dir`/traceback.txt.
     """
     config, loss = job.config, job.loss
+    _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
     record = new_record(config, job.device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
     record |= {name: config[name] for name in ("seq_len", "batch_size", "resume")}
-    loggers = Loggers(config["logger"], run_dir, run_name(record), config)
+    loggers = Loggers(config["logger"], run_dir, run_name(record), record["backend"], config)
     record["curves"] = str(loggers.curves)
     try:
         _fit(job, loggers, run_dir, record)
         record["status"] = "ok"
     except BaseException as error:
-        record["status"] = "oom" if is_out_of_memory(error) else "error"
+        record["status"] = "oom" if memory.is_out_of_memory(error) else "error"
         record["error"] = _describe_error(error)
         if record["status"] == "error":
             (run_dir / "traceback.txt").write_text(traceback.format_exc())
@@ -92,6 +90,13 @@ def _describe_error(error: BaseException) -> str:
     if isinstance(error, SystemExit) and error.__context__ is not None:
         error = error.__context__  # Lightning turns an interrupt into an exit
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _quieten_lightning() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # advertisements
+    warnings.filterwarnings("ignore", message=".*LeafSpec")  # its own use of what torch deprecates
+    warnings.filterwarnings("ignore", message="The dirpath has changed")  # a resumed run has a folder of its own
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable")  # data.Batches knows its place
 
 
 def run_name(record: dict) -> str:
@@ -109,7 +114,7 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
-    print(describe(config, record))
+    print(first_lines(config, record))
 
     meter = memory.meter(module, device)
     peaks, throughput = PeakMemory(meter), Throughput()
@@ -138,11 +143,11 @@ def _trainer(config: dict, device: torch.device, loggers: Loggers, run_dir: Path
     )
     return pl.Trainer(
         **config["trainer"],
+        devices=1,
         precision=resolve_precision(config["precision"], device),
         max_steps=config["max_steps"],
         max_epochs=-1,  # the data is one endless epoch
         accumulate_grad_batches=config["accumulate"],
-        gradient_clip_val=config["grad_clip"],
         val_check_interval=config["val_every"] * config["accumulate"],
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
@@ -156,7 +161,7 @@ def _trainer(config: dict, device: torch.device, loggers: Loggers, run_dir: Path
 
 
 def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
-    """A continuation of the first words of the middle of the validation text."""
+    """The 12 tokens in the middle of the validation text, `|`, and what the model adds."""
     middle = len(corpus.validation) // 2
     prompt = corpus.tokenizer.decode(corpus.validation[middle : middle + 12].tolist())
     options = {"max_new_tokens": 60, "temperature": 0.8, "top_k": 50, "seed": config["seed"]}
@@ -164,7 +169,7 @@ def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
     return f"{prompt}|{text.removeprefix(prompt)}"
 
 
-def describe(config: dict, record: dict) -> str:
+def first_lines(config: dict, record: dict) -> str:
     """The run's plan in a few lines."""
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
     if record["chunk"]:

@@ -8,13 +8,13 @@ import gzip
 import hashlib
 import json
 import re
-import socket
-import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlparse
+
+from logitless.hub import use_hub_cache_when_offline
 
 
 class Source(Protocol):
@@ -33,7 +33,7 @@ class TextFiles:
         document_start: regular expression of the line that opens a document, or None.
         validation: documents to hold out at the end (an integer), or the part of the characters (a float below 1).
 
-    Its methods raise ValueError where there is nothing at `path`, or nothing left to train or validate on.
+    Its methods raise ValueError where there is no text at `path`.
     """
 
     def __init__(self, path: str, document_start: str | None, validation: int | float):
@@ -58,11 +58,6 @@ class TextFiles:
         texts = (_read(file).splitlines(keepends=True) for file in self.files())
         documents = [document for lines in texts for document in split_documents(lines, self.document_start)]
         train, validation = _hold_out(documents, self.validation)
-        if not train or not validation:
-            raise ValueError(
-                f"data.validation={self.validation} leaves {len(train)} documents of data.path={self.path} to train on "
-                f"and {len(validation)} to validate on"
-            )
         yield from {"train": train, "validation": validation}[split]
 
 
@@ -71,6 +66,7 @@ def embedded_text(name: str, document_start: str | None, validation: int | float
     return TextFiles(str(Path(__file__).parent / "assets" / name), document_start, validation)
 
 
+@dataclass(frozen=True)
 class HubDataset:
     """A data set of the Hugging Face hub, or a local folder in its format, through `datasets`.
 
@@ -85,24 +81,17 @@ class HubDataset:
         max_documents: how many documents to train on, or None for all.
     """
 
-    def __init__(
-        self,
-        repo: str,
-        name: str | None,
-        revision: str,
-        text_column: str,
-        document_start: str | None,
-        validation: str | int,
-        streaming: bool,
-        max_documents: int | None,
-    ):
-        self.arguments = {key: value for key, value in locals().items() if key != "self"}
-        self.repo, self.name, self.revision, self.text_column = repo, name, revision, text_column
-        self.document_start, self.validation = document_start, validation
-        self.streaming, self.max_documents = streaming, max_documents
+    repo: str
+    name: str | None
+    revision: str
+    text_column: str
+    document_start: str | None
+    validation: str | int
+    streaming: bool
+    max_documents: int | None
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.arguments).encode())
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode())
         for file in sorted(file for file in Path(self.repo).rglob("*") if file.is_file()):  # none in a name of the hub
             with open(file, "rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -134,8 +123,8 @@ class HubDataset:
             )
         except (ConnectionError, FileNotFoundError, ValueError) as error:
             raise RuntimeError(
-                f"data.repo={self.repo} (revision {self.revision}) is not in the cache {datasets.config.HF_CACHE_HOME} "
-                f"and does not come from the hub ({error}): run once with network, or use data=austen"
+                f"data.repo={self.repo} (revision {self.revision}) could not be loaded, nor is it in the cache "
+                f"{datasets.config.HF_CACHE_HOME}: {error}. Run once with network, or use data=austen"
             ) from error
 
 
@@ -170,24 +159,3 @@ def _read(file: Path) -> str:
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt", encoding="utf-8") as stream:
         return stream.read()
-
-
-def use_hub_cache_when_offline() -> None:
-    """Keeps the hub's clients to their local cache if the hub is out of reach; they would retry for 23 s."""
-    from huggingface_hub import constants
-
-    if not constants.HF_HUB_OFFLINE and not _hub_is_reachable():
-        constants.HF_HUB_OFFLINE = True  # the environment variable was read by the import above
-
-
-def _hub_is_reachable() -> bool:
-    """Whether the hub's port opens within 3 s. Proxies are trusted."""
-    from huggingface_hub import constants
-
-    if urllib.request.getproxies():
-        return True
-    try:
-        socket.create_connection((urlparse(constants.ENDPOINT).hostname, 443), timeout=3).close()
-    except OSError:
-        return False
-    return True

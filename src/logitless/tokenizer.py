@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import tokenizers
 
-from logitless.sources import use_hub_cache_when_offline
+from logitless.hub import use_hub_cache_when_offline
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 20_000_000  # a larger sample changes few of 8192 merges and costs minutes
@@ -32,12 +32,18 @@ def from_hub(repo: str, revision: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_pretrained(repo, revision=revision)
     except Exception as error:  # `tokenizers` raises a bare Exception when the hub is out of reach
         raise RuntimeError(
-            f"tokenizer.repo={repo} is not in the local hub cache and does not come from the hub ({error}): "
-            "run once with network, or use tokenizer=bpe8k"
+            f"tokenizer.repo={repo} (revision {revision}) could not be loaded, nor is it in the hub's cache: {error}. "
+            "Run once with network, or use tokenizer=bpe8k"
         ) from error
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"tokenizer.repo={repo} has no {END_OF_TEXT} token to end documents with")
     return tokenizer
+
+
+def encode_texts(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text; an END_OF_TEXT that somebody wrote is text like any other."""
+    tokenizer.encode_special_tokens = True
+    return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def _first_characters(documents: Iterable[str], limit: int) -> Iterator[str]:
