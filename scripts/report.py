@@ -1,6 +1,8 @@
-"""Draws the runs in some folders side by side: loss against tokens, and peak memory.
+"""Draws the runs in some folders side by side: training loss, its difference from the naive run's, and peak memory.
 
-python scripts/report.py runs/2026-01-31_12-00-00 --out figures
+    python scripts/report.py runs/2026-01-31_12-00-00 --out figures
+
+A run that did not finish, or had one step only, is named and left out.
 """
 
 import _path  # isort: skip  # noqa: F401
@@ -13,7 +15,6 @@ import altair as alt
 
 from logitless.records import read_records
 
-ORDER = ["naive", "inplace", "fused"]
 PEAKS = {"peak_allocated_gib": "peak allocated (GiB)", "peak_live_tensor_gib": "peak of live tensors (GiB)"}
 
 
@@ -22,9 +23,14 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders with runs, or record.jsonl files")
     parser.add_argument("--out", type=Path, required=True, help="folder for backends.svg and backends.png")
     arguments = parser.parse_args()
-    records = [record for record in read_records(arguments.runs) if record["status"] == "ok"]
+    records = []
+    for record in read_records(arguments.runs):
+        if record["status"] == "ok" and any(unit in record for unit in PEAKS):
+            records.append(record)
+        else:
+            print(f"left out: {record['run_dir']}, {record['status']} after {record['steps']} steps")
     if not records:
-        parser.error(f"no finished run in {' '.join(map(str, arguments.runs))}")
+        parser.error(f"nothing to draw in {' '.join(map(str, arguments.runs))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for suffix in ("svg", "png"):
         figure(records).save(arguments.out / f"backends.{suffix}", ppi=144)
@@ -32,8 +38,8 @@ def main() -> None:
 
 
 def figure(records: list[dict]) -> alt.HConcatChart:
-    """Training loss against tokens, how far it is from the first run's, and the peak memory of each record."""
-    records = sorted(records, key=lambda record: ORDER.index(record["backend"]))
+    """Training loss, its difference from the first run's, and the peak memory of each record; naive comes first."""
+    records = sorted(records, key=lambda record: record["backend"] != "naive")
     labels = [label(record) for record in records]
     color = alt.Color("label:N", sort=labels, scale=alt.Scale(domain=labels), legend=None)
     tokens = alt.X("tokens:Q", title="tokens", axis=alt.Axis(format="~s"))
@@ -46,8 +52,8 @@ def figure(records: list[dict]) -> alt.HConcatChart:
     )
     unit = next(name for name in PEAKS if name in records[0])
     values = [{"label": label(record), "peak": record[unit]} for record in records]
-    longest = max(value["peak"] for value in values)
-    peak = alt.X("peak:Q", title=PEAKS[unit], scale=alt.Scale(domain=[0, 1.15 * longest]))
+    largest = max(value["peak"] for value in values)
+    peak = alt.X("peak:Q", title=PEAKS[unit], scale=alt.Scale(domain=[0, 1.15 * largest]))
     bars = alt.Chart(alt.Data(values=values)).encode(x=peak, y=alt.Y("label:N", title=None, sort=labels))
     numbers = bars.mark_text(align="left", dx=4).encode(text=alt.Text("peak:Q", format=".2f"))
     memory = (bars.mark_bar().encode(color=color) + numbers).properties(width=280, height=75)
@@ -64,7 +70,7 @@ def title(record: dict) -> alt.TitleParams:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton", "lightning"))
     private = ("loss=", "hydra.", "logger=")
     shared = " ".join(word for word in record["command"].split() if not word.startswith(private))
-    subtitle = [f"{record['device']}, {versions}", f"python scripts/train.py {shared}"]
+    subtitle = [f"{record['device']}, {versions}, commit {record['commit']}", f"python scripts/train.py {shared}"]
     return alt.TitleParams("One run with each loss backend", subtitle=subtitle, anchor="start")
 
 

@@ -187,18 +187,22 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strided_logits_equal_their_contiguous_clone(engine, layout):
-    source = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
+def test_strided_logits_equal_their_contiguous_clone(engine, layout, dtype):
+    if engine == "triton" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter's bf16 arithmetic is wrong")
+    source = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
     ours, right = (source.clone().requires_grad_() for _ in range(2))
     logits = layout(ours * 1)
     labels = torch.arange(logits.shape[0]) % 9
     loss = cross_entropy(logits, labels)
     loss.backward()
-    expected = F.cross_entropy(layout(right * 1).contiguous(), labels)
+    expected = cross_entropy(layout(right * 1).contiguous(), labels)
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(ours.grad, right.grad)
+    assert relative_error(ours.grad, right.grad) < (1e-6 if dtype == torch.float32 else 1e-3)
+    assert relative_error(loss, F.cross_entropy(layout(source.double()), labels)) < 1e-6
 
 
 def test_memory_outside_a_slice_is_untouched(engine):

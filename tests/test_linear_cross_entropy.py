@@ -1,6 +1,9 @@
 """linear_cross_entropy: values and gradients over chunks, dtypes, autocast, and what is asked for."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from heads import IGNORE, assert_as_good_as_eager, eager, gold, make_head, relative_error, sums_and_gradients
 from test_cross_entropy import OBJECTIVES
+from tiny import ROOT
 
 from kernels import reference, schedules
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sums
@@ -284,3 +288,22 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
 def test_the_reference_refuses_the_same_labels():
     with pytest.raises(IndexError, match="7"):
         reference.linear_cross_entropy_sums(torch.randn(2, 3), torch.randn(7, 3), torch.tensor([0, 7]), Objective())
+
+
+@pytest.mark.parametrize("flags", [[], ["-O"]], ids=["plain", "without asserts"])
+def test_a_bad_label_is_an_index_error_of_every_backend_in_any_process(flags):
+    program = """
+import torch
+from logitless.losses import fused, inplace, naive
+for backend in (naive, inplace, lambda *tensors: fused(*tensors, chunk=4)):
+    for label in (7, -1, 2**31, 15):
+        try:
+            backend(torch.randn(6, 3), torch.randn(7, 3), torch.tensor([0, 1, 2, 3, 4, label]))
+        except IndexError as error:
+            print(error)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "src"))}
+    done = subprocess.run([sys.executable, *flags, "-c", program], env=environment, capture_output=True, text=True)
+    labels = (7, -1, 2**31, 15)
+    assert done.stdout.splitlines() == 3 * [f"label {v} is out of range for a vocabulary of 7" for v in labels]
+    assert done.returncode == 0, done.stderr

@@ -125,6 +125,13 @@ def test_a_resumed_run_keeps_the_overrides_of_the_first_also_when_it_is_resumed_
     assert (record["steps"], record["config"]["model"]["width"]) == (4, 16)
 
 
+def test_a_sweep_goes_on_after_a_run_that_is_out_of_memory(tmp_path):
+    code = "raise __import__('torch').OutOfMemoryError()"
+    result = sabotaged(tmp_path, code, "-m", "chunk=4,8", *overrides(tmp_path, "hydra.sweep.dir=sweep"))
+    assert result.returncode == 0, result.stderr
+    assert [read_record(tmp_path / "sweep" / str(job))["status"] for job in range(2)] == ["oom", "oom"]
+
+
 @pytest.mark.parametrize(
     ("code", "status", "says"),
     [
@@ -170,3 +177,19 @@ def test_a_killed_run_leaves_its_curves(tmp_path):
     )
     assert result.returncode == -signal.SIGKILL
     assert len(read_curve(tmp_path / "run", "train/loss")) >= 19
+
+
+def test_report_draws_finished_runs_and_names_the_others(tmp_path):
+    for name in ("naive", "fused"):
+        words = overrides(tmp_path, f"loss={name}", f"hydra.run.dir=runs/{name}")
+        assert script(tmp_path, "train", *words).returncode == 0
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "record.jsonl").write_text('{"status": "oom", "steps": 1}\n{"half a li')
+    result = script(tmp_path, "report", "runs", "--out", "figures")
+    assert result.returncode == 0, result.stderr
+    assert "left out: runs/broken, oom after 1 steps" in result.stdout
+    assert "broken line" in result.stderr
+    drawing = (tmp_path / "figures" / "backends.svg").read_text()
+    assert "naive" in drawing
+    assert "fused, chunk=1024" in drawing
+    assert (tmp_path / "figures" / "backends.png").stat().st_size > 1000
