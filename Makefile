@@ -14,7 +14,7 @@ install: .venv/installed  ## make .venv with all packages
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev,figures]'
 	touch $@
 
-train: install  ## train the default model: minutes on two CPU cores, less on a GPU
+train: install  ## train the default model
 	$(BIN)/python scripts/train.py loss=fused chunk=1024
 
 test: install  ## run the whole suite; tests that need a GPU say that they were skipped

@@ -70,7 +70,8 @@ def title(record: dict) -> alt.TitleParams:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton", "lightning"))
     private = ("loss=", "hydra.", "logger=")
     shared = " ".join(word for word in record["command"].split() if not word.startswith(private))
-    subtitle = [f"{record['device']}, {versions}, commit {record['commit']}", f"python scripts/train.py {shared}"]
+    commit = f", commit {record['commit']}" if record["commit"] else ""
+    subtitle = [f"{record['device']}, {versions}{commit}", f"python scripts/train.py {shared}"]
     return alt.TitleParams("One run with each loss backend", subtitle=subtitle, anchor="start")
 
 
