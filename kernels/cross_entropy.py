@@ -28,21 +28,20 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _tanh(x):
-    # Written out, because not every Triton version has a tanh. Near 0 the quotient cancels: there a series takes over.
-    square = x * x
-    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    decay = tl.exp(-2 * tl.abs(x))
-    quotient = (1 - decay) / (1 + decay)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -quotient, quotient))
-
-
-@triton.jit
 def _softcapped(x, softcap, HAS_SOFTCAP: tl.constexpr):
+    """(z, dz/dx) of logits x, in fp32."""
     z = x.to(tl.float32)
+    slope = 1.0
     if HAS_SOFTCAP:
-        z = softcap * _tanh(z / softcap)
-    return z
+        # tanh written out, because not every Triton version has one. Near 0 the quotient cancels: a series takes over.
+        u = z / softcap
+        square = u * u
+        series = u * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+        decay = tl.exp(-2 * tl.abs(u))
+        quotient = (1 - decay) / (1 + decay)
+        z = softcap * tl.where(tl.abs(u) < 0.25, series, tl.where(u < 0, -quotient, quotient))
+        slope = 4 * decay / ((1 + decay) * (1 + decay))  # 1 - tanh^2 would lose its digits where tanh is near 1
+    return z, slope
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def _statistics(
     for start in range(0, V, BLOCK_V):
         mask = columns < V - start
         x = tl.load(row_ptr + (start + columns).to(tl.int64) * stride_v, mask=mask, other=0.0)
-        z = _softcapped(x, softcap, HAS_SOFTCAP)
+        z, _ = _softcapped(x, softcap, HAS_SOFTCAP)
         if HAS_SMOOTHING:
             total += tl.sum(tl.where(mask, z - origin, 0.0))
         z = tl.where(mask, z, -float("inf"))
@@ -110,7 +109,7 @@ def _rows_kernel(
     if FORWARD:
         # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
         x_label = tl.load(row_ptr + label * stride_v, mask=is_kept, other=0.0)
-        z_label = _softcapped(x_label, softcap, HAS_SOFTCAP)
+        z_label, _ = _softcapped(x_label, softcap, HAS_SOFTCAP)
         # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
         origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
         row_max, row_sum, total = _statistics(
@@ -141,12 +140,10 @@ def _rows_kernel(
         for start in range(0, V, BLOCK_V):
             mask = columns < V - start
             x = tl.load(row_ptr + (start + columns).to(tl.int64) * stride_v, mask=mask, other=0.0)
-            z = _softcapped(x, softcap, HAS_SOFTCAP)
+            z, slope = _softcapped(x, softcap, HAS_SOFTCAP)
             gradient = p_scale * tl.exp((z - row_max) - log_sum) - scale * label_smoothing / V
             gradient -= tl.where(start + columns == label, scale * (1 - label_smoothing), 0.0)
-            if HAS_SOFTCAP:
-                gradient *= 1 - (z / softcap) * (z / softcap)
-            gradient = tl.where(is_kept, gradient, 0.0)
+            gradient = tl.where(is_kept, gradient * slope, 0.0)
             tl.store(drow_ptr + (start + columns).to(tl.int64) * dstride_v, gradient, mask=mask)
 
 
@@ -246,7 +243,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _may_overwrite(logits: Tensor) -> bool:
-    """False for leaves, views of leaves, and elements that share memory: their gradient goes to a fresh buffer."""
+    """Whether the gradient may take the logits' memory.
+
+    Not that of leaves, of views of leaves, or of elements that share memory. Nor under saved-tensor hooks (activation
+    checkpointing, offloading): tensors that went through a hook are not checked for having been overwritten.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return False
     owner = logits if logits._base is None else logits._base
     reach = 0  # of the inner dimensions, in elements
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
@@ -256,6 +259,7 @@ def _may_overwrite(logits: Tensor) -> bool:
     return not owner.is_leaf
 
 
+@torch.compiler.disable  # a compiled graph would keep the first call's answer to _may_overwrite
 def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Losses [N] with a gradient and plain, detached cross-entropies [N], both fp32 in nats; 0 for ignored rows.
 
@@ -268,10 +272,13 @@ def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) 
         )
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}")
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits {list(logits.shape)} have no classes")
     if labels.device != logits.device:
         raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
     reference.check_labels(labels, *logits.shape, objective.ignore_index)
-    return _CrossEntropy.apply(logits, labels.contiguous(), objective, _may_overwrite(logits))
+    # int64, because an ignore_index may lie outside of int32
+    return _CrossEntropy.apply(logits, labels.long().contiguous(), objective, _may_overwrite(logits))
 
 
 def cross_entropy_sums(logits: Tensor, labels: Tensor, objective: Objective) -> LossSums:
@@ -293,9 +300,9 @@ def cross_entropy(
     """Cross-entropy of `input` against `target`; backward overwrites `input` with its gradient.
 
     Forward leaves `input` alone, so metrics may be taken from it until backward. Backward destroys it, and with it that
-    part of a tensor it is a view of, unless it is a leaf, a view of a leaf, or has rows that share memory: then the
-    gradient takes a buffer of its own. An operation that saved `input` for its own backward (a softmax or tanh that
-    made it) raises RuntimeError there.
+    part of a tensor it is a view of; an operation that saved `input` for its own backward (a softmax or tanh that made
+    it) raises RuntimeError there. The gradient takes a buffer of its own if `input` is a leaf, a view of a leaf, or has
+    rows that share memory, or if forward ran under saved-tensor hooks, such as those of activation checkpointing.
 
     Args:
         input: [N, V] logits, fp32, bf16 or fp16, any strides.
@@ -317,4 +324,4 @@ def cross_entropy(
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
     losses, _ = cross_entropy_per_row(input, target, objective)
-    return reference.reduce(losses, target, ignore_index, reduction)
+    return reference.reduce(losses, target.long(), ignore_index, reduction)

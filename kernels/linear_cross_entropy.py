@@ -24,7 +24,10 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, dtypes):
         head = _cast(hidden, weight, bias, compute_dtype)
-        rows, ctx.gradients = schedules.token_chunks(head, labels, objective, chunk, dtypes)
+        # The sum over all tokens may pass fp16's range where the mean does not: it stays in fp32 until it is scaled.
+        wide = GradientDtypes(*(torch.float32 if dtype == torch.float16 else dtype for dtype in dtypes))
+        rows, ctx.gradients = schedules.token_chunks(head, labels, objective, chunk, wide)
+        ctx.dtypes = dtypes
         sums = rows.losses.sum(), rows.cross_entropies.sum()
         ctx.mark_non_differentiable(sums[1])
         return sums
@@ -35,7 +38,11 @@ class _Summed(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(g if g is None else g.mul_(dloss) for g in gradients), None, None, None, None, None
+        scaled = (
+            None if gradient is None else gradient.mul_(dloss).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return *scaled, None, None, None, None, None
 
 
 class _PerToken(torch.autograd.Function):
@@ -63,6 +70,7 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
+@torch.compiler.disable  # one graph break, where tracing the chunks would make a graph of each shape
 def _apply(
     function: type[torch.autograd.Function],
     hidden: Tensor,
@@ -86,7 +94,7 @@ def _apply(
         return tensor.dtype if is_wanted else None
 
     dtypes = GradientDtypes(*map(wanted_dtype, (hidden, weight, bias)))
-    return function.apply(hidden, weight, bias, labels.contiguous(), compute_dtype, objective, chunk, dtypes)
+    return function.apply(hidden, weight, bias, labels.long().contiguous(), compute_dtype, objective, chunk, dtypes)
 
 
 def _check(
@@ -168,10 +176,10 @@ def linear_cross_entropy(
     """
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
-    if input.shape[:-1] != target.shape:
+    if input.dim() == 0 or input.shape[:-1] != target.shape:
         raise ValueError(f"expected one label a token, {list(input.shape[:-1])}, got {list(target.shape)}")
     hidden, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     if reduction == "none":
         return _apply(_PerToken, hidden, linear_weight, linear_bias, labels, objective, chunk).view(target.shape)
     loss, _ = linear_cross_entropy_sums(hidden, linear_weight, labels, objective, bias=linear_bias, chunk=chunk)
-    return reference.reduce(loss, labels, ignore_index, reduction)
+    return reference.reduce(loss, labels.long(), ignore_index, reduction)

@@ -18,6 +18,7 @@ on a GPU, where raising would wait for the device, its row gives loss NaN and gr
 Smoothing: Szegedy et al. 2016. Penalty on lse^2: Devlin et al. 2014, as z-loss in PaLM, 2022. Softcap: Gemma 2, 2024.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,10 +42,10 @@ class Objective:
     def __post_init__(self):
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}")
-        if not self.z_loss >= 0.0:
-            raise ValueError(f"z_loss must be >= 0, got {self.z_loss}")
-        if self.softcap is not None and not self.softcap > 0.0:
-            raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must be >= 0 and finite, got {self.z_loss}")
+        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be > 0 and finite, or None, got {self.softcap}")
 
 
 class Rows(NamedTuple):
@@ -57,7 +58,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "Rows":
-        return cls(*(torch.empty(n_rows, device=device) for _ in cls._fields))
+        return cls(*(torch.empty(n_rows, dtype=torch.float32, device=device) for _ in cls._fields))
 
     def slice(self, part: slice) -> "Rows":
         return Rows(*(vector[part] for vector in self))
@@ -90,6 +91,7 @@ def check_labels(labels: Tensor, n_rows: int, vocab: int, ignore_index: int) -> 
         raise ValueError(f"expected one label a row, [{n_rows}], got {list(labels.shape)}")
     if labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"labels must be int32 or int64, got {labels.dtype}")
+    labels = labels.long()
     if labels.device.type == "cpu":
         bad = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
         if bad.numel():
@@ -142,12 +144,13 @@ def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Row
 
 def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
     """Writes the results of `logits` [N, V] into `rows`, and the gradient of their summed loss over them."""
-    scale = torch.ones((), device=logits.device)
+    scale = torch.ones((), dtype=torch.float32, device=logits.device)
     for block in _blocks(logits):
         z = _softcapped(logits[block], objective)
         part = rows.slice(block)
         _row_results(z, labels[block], objective, part)
-        logits[block] = _gradient_(z, labels[block], objective, part.row_max, part.log_sum, scale)
+        gradient = _gradient_(z, labels[block], objective, part.row_max, part.log_sum, scale)
+        logits[block] = _through_softcap_(gradient, logits[block], objective)
 
 
 def backward_rows(
@@ -161,8 +164,9 @@ def backward_rows(
 ) -> None:
     """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
     for block in _blocks(logits):
-        z = _softcapped(logits[block], objective)
-        dlogits[block] = _gradient_(z, labels[block], objective, row_max[block], log_sum[block], dlosses[block, None])
+        z, scale = _softcapped(logits[block], objective), dlosses[block, None]
+        gradient = _gradient_(z, labels[block], objective, row_max[block], log_sum[block], scale)
+        dlogits[block] = _through_softcap_(gradient, logits[block], objective)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -190,7 +194,7 @@ def _row_results(z: Tensor, labels: Tensor, objective: Objective, rows: Rows) ->
     losses = cross_entropies
     if objective.label_smoothing:
         uniform = rows.log_sum - (z - rows.row_max[:, None]).mean(dim=1)
-        losses = torch.lerp(losses, uniform, objective.label_smoothing)
+        losses = (1 - objective.label_smoothing) * losses + objective.label_smoothing * uniform
     if objective.z_loss:
         losses = losses + objective.z_loss * (rows.row_max + rows.log_sum).square()
     rows.cross_entropies.copy_(cross_entropies.masked_fill(~kept, 0.0))
@@ -202,13 +206,17 @@ def _gradient_(
 ) -> Tensor:
     """The gradient over the softcapped logits `z` [N, V], which are destroyed, times `scale` ([] or [N, 1])."""
     kept, index = _usable(labels, objective)
-    slope = None if objective.softcap is None else 1 - (z / objective.softcap).square_()
     gradient = z.sub_(row_max[:, None]).sub_(log_sum[:, None]).exp_()
     if objective.z_loss:
         gradient.mul_(1 + 2 * objective.z_loss * (row_max + log_sum)[:, None])
     if objective.label_smoothing:
         gradient.sub_(objective.label_smoothing / z.shape[1])
     gradient.scatter_add_(1, index, torch.full_like(gradient[:, :1], objective.label_smoothing - 1.0))
-    if slope is not None:
-        gradient.mul_(slope)
     return gradient.mul_(scale).masked_fill_(~kept[:, None], 0.0)
+
+
+def _through_softcap_(gradient: Tensor, logits: Tensor, objective: Objective) -> Tensor:
+    """`gradient` times the softcap's slope 1 - tanh^2 = 1 / cosh^2, of which only the second form keeps its digits."""
+    if objective.softcap is None:
+        return gradient
+    return gradient.div_((logits.to(torch.float32, copy=True) / objective.softcap).cosh_().square_())

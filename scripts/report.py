@@ -23,12 +23,14 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders with runs, or record.jsonl files")
     parser.add_argument("--out", type=Path, required=True, help="folder for backends.svg and backends.png")
     arguments = parser.parse_args()
+    if missing := [str(path) for path in arguments.runs if not path.exists()]:
+        parser.error(f"there is no {', '.join(missing)}")
     records = []
     for record in read_records(arguments.runs):
         if record["status"] == "ok" and any(unit in record for unit in PEAKS):
             records.append(record)
         else:
-            print(f"left out: {record['run_dir']}, {record['status']} after {record['steps']} steps")
+            print(f"left out: {record['run_dir']}, {record['status']} after {record.get('steps', 0)} steps")
     if not records:
         parser.error(f"nothing to draw in {' '.join(map(str, arguments.runs))}")
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,14 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from logitless.memory import is_out_of_memory
+from logitless.records import FILE_NAME
 from logitless.run import prepare, train
+
+OVERRIDES = "overrides.yaml"
 
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
@@ -20,12 +24,15 @@ def main(config: DictConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        job = prepare(config if config.resume is None else resumed(Path(config.resume), run_dir))
-    except (ValueError, RuntimeError) as error:
+        job = prepare(started(config, run_dir))
+    except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
         print(last_lines(train(job, run_dir), run_dir))
     except SystemExit as error:
+        print(f"stopped; what there is of the run lies in {run_dir}", file=sys.stderr)
+        if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
+            sys.exit(143)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
     except Exception as error:
         if not is_out_of_memory(error):
@@ -35,14 +42,26 @@ def main(config: DictConfig) -> None:
             sys.exit(1)  # in a sweep it is a result, and the next job goes on
 
 
-def resumed(first: Path, run_dir: Path) -> DictConfig:
-    """The configuration of the run in `first`, changed by this command's overrides, which `run_dir` then holds."""
-    file = Path(".hydra") / "overrides.yaml"
-    if not (first / file).exists():
-        raise ValueError(f"resume={first}: no run there ({first / file} is missing)")
-    overrides = [*OmegaConf.load(first / file), *HydraConfig.get().overrides.task]
-    OmegaConf.save(overrides, run_dir / file)
-    return hydra.compose("train", overrides=overrides)
+def started(config: DictConfig, run_dir: Path) -> DictConfig:
+    """The configuration of this run: the command's, or a resumed run's changed by the command's overrides.
+
+    `run_dir` gets the overrides of both, in a file that Hydra does not overwrite when a later run starts there.
+    """
+    if (run_dir / FILE_NAME).exists():
+        raise ValueError(f"{run_dir} holds a run already: choose another hydra.run.dir")
+    overrides = list(HydraConfig.get().overrides.task)
+    if config.resume is not None:
+        first = Path(config.resume) / OVERRIDES
+        if not first.exists():
+            raise ValueError(f"resume={config.resume}: no run there ({first} is missing)")
+        before = hydra.compose("train", overrides=list(OmegaConf.load(first)))
+        overrides = [*OmegaConf.load(first), *overrides]
+        config = hydra.compose("train", overrides=overrides)
+        for key in ("accumulate", "model"):  # the windows of the data are counted, the weights have their shapes
+            if config[key] != before[key]:
+                raise ValueError(f"{key}={config[key]} must stay {before[key]} in a resumed run")
+    OmegaConf.save(overrides, run_dir / OVERRIDES)
+    return config
 
 
 def last_lines(record: dict, run_dir: Path) -> str:

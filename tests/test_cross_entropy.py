@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import HAS_GPU
 from heads import IGNORE, relative_error
+from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_sums
 from kernels.reference import Objective, Rows
@@ -266,6 +267,76 @@ def test_double_backward_raises(engine):
     leaf = torch.randn(6, 7, requires_grad=True)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(cross_entropy(leaf, torch.arange(6)), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("make", [torch.tanh, lambda z: torch.softmax(z, 1)], ids=["tanh", "softmax"])
+@pytest.mark.parametrize("hooks", ["checkpoint", "identity"])
+def test_under_saved_tensor_hooks_nothing_is_overwritten(engine, make, hooks):
+    """There autograd does not notice that a tensor was overwritten."""
+    ours, right = (torch.randn(4, 7, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2))
+    labels = torch.tensor([1, 2, 3, IGNORE])
+    if hooks == "checkpoint":
+        checkpoint(lambda z: cross_entropy(make(z), labels), ours, use_reentrant=False).backward()
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            cross_entropy(make(ours), labels).backward()
+    F.cross_entropy(make(right), labels).backward()
+    torch.testing.assert_close(ours.grad, right.grad)
+
+
+def test_compiled_code_overwrites_no_leaf_either():
+    compiled = torch.compile(cross_entropy, backend="eager")
+    labels = torch.arange(6)
+    compiled(torch.randn(6, 7, requires_grad=True) * 1, labels).backward()
+    leaf = torch.randn(6, 7, requires_grad=True)
+    before = leaf.detach().clone()
+    compiled(leaf, labels).backward()
+    assert torch.equal(leaf, before)
+    view = (torch.randn(6, 7, requires_grad=True) * 1).view(2, 3, 7).flatten(0, 1)
+    compiled(view, labels).backward()
+
+
+# Numbers
+
+
+def test_the_default_dtype_does_not_matter(engine):
+    """Lightning's bf16-true changes it."""
+    logits, labels = random_logits(8, 300, offset=20.0)
+    torch.set_default_dtype(torch.float16)
+    try:
+        loss = cross_entropy(logits.clone(), labels, reduction="sum")
+        dlogits = grad(lambda x: cross_entropy(x, labels), logits, torch.tensor(1.0, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, F.cross_entropy(logits.double(), labels, reduction="sum")) < 1e-6
+    right = grad(lambda x: F.cross_entropy(x, labels), logits.double(), torch.tensor(1.0).double())
+    assert relative_error(dlogits, right) < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("softcap", "level"), [(30.0, 150.0), (30.0, 100.0), (200.0, 1000.0)])
+def test_a_saturated_softcap_keeps_its_digits(engine, softcap, level, seed):
+    objective = Objective(softcap=softcap)
+    logits, labels = random_logits(8, 257, scale=1.0, offset=level, seed=seed)
+    ours = grad(lambda x: cross_entropy(x, labels, softcap=softcap), logits, torch.tensor(1.0))
+    theirs = grad(lambda x: eager(x, labels, objective), logits, torch.tensor(1.0))
+    right = grad(lambda x: eager(x, labels, objective), logits.double(), torch.tensor(1.0).double())
+    assert relative_error(ours, right) <= 2 * relative_error(theirs, right) + 1e-6
+
+
+def test_smoothing_over_a_logit_of_minus_infinity_is_infinite(engine):
+    logits = torch.zeros(1, 7)
+    logits[0, 3] = -float("inf")
+    for label in (3, 4):
+        assert cross_entropy(logits.clone(), torch.tensor([label]), label_smoothing=0.6).item() == float("inf")
+
+
+def test_an_ignore_index_beyond_int32_ignores_nothing_else(engine):
+    logits, labels = random_logits(4, 7)
+    labels[0] = 0
+    loss = cross_entropy(logits, labels.int(), ignore_index=2**32)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels))
 
 
 # What is refused

@@ -367,6 +367,20 @@ def test_a_split_without_documents_is_refused_and_not_cached(tmp_path, cache):
     assert not any(Path(cache).iterdir())
 
 
+@pytest.mark.parametrize("damage", ["truncated", "missing", "not json"])
+def test_a_damaged_cache_is_named(text, cache, damage):
+    load_corpus(source_of(text), BPE, cache)
+    (folder,) = Path(cache).iterdir()
+    if damage == "truncated":
+        (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
+    elif damage == "missing":
+        (folder / "tokenizer.json").unlink()
+    else:
+        (folder / "meta.json").write_text("{")
+    with pytest.raises(RuntimeError, match=rf"{folder} is damaged .* delete that folder"):
+        load_corpus(source_of(text), BPE, cache)
+
+
 def test_two_preparations_at_once_both_succeed(text, cache):
     both_are_writing = threading.Barrier(2, timeout=10)
 
@@ -427,4 +441,8 @@ def test_a_cached_corpus_says_how_its_ids_are_stored(text, cache):
         "train.bin",
         "validation.bin",
     ]
-    assert json.loads((folder / "meta.json").read_text()) == {"dtype": "uint16"}
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["dtype"] == "uint16"
+    assert {split: meta[split] for split in ("train", "validation")} == {
+        split: (folder / f"{split}.bin").stat().st_size // 2 for split in ("train", "validation")
+    }

@@ -197,7 +197,7 @@ def test_foreign_hyper_parameters_are_refused(tmp_path, gpt, tokenizer, case):
 
 def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path, gpt):
     torch.save(gpt.state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match="does not hold the hyper-parameters of a GPT"):
+    with pytest.raises(ValueError, match="cannot be read"):
         load_checkpoint(tmp_path / "weights.pt", torch.device("cpu"))
 
 
@@ -215,7 +215,7 @@ class Trap:
 def test_a_callable_in_the_pickle_is_refused_and_not_called(tmp_path, gpt, tokenizer, place):
     made = tmp_path / "made"
     torch.save(checkpoint_of(gpt, tokenizer) | {place: Trap(made)}, tmp_path / "last.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ValueError, match="cannot be read"):
         load_checkpoint(tmp_path / "last.ckpt", torch.device("cpu"))
     assert not made.exists()
     pickle.loads(pickle.dumps(Trap(made)))

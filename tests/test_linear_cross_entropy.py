@@ -252,6 +252,15 @@ def test_the_error_of_dweight_does_not_grow_with_the_number_of_chunks():
     assert max(errors.values()) <= 1.2 * errors[1], errors
 
 
+def test_an_fp16_gradient_whose_sum_passes_fp16s_range_is_finite_as_a_mean():
+    hidden = torch.full((1000, 1), 150.0, dtype=torch.float16)
+    weight = torch.zeros(4, 1, dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(1000, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, labels).backward()
+    assert weight.grad.dtype == torch.float16
+    assert weight.grad[:, 0].tolist() == [-112.5, 37.5, 37.5, 37.5]
+
+
 # What is refused
 
 

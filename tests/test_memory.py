@@ -129,3 +129,14 @@ def test_backends_rank_by_memory():
     assert 2 * fused < inplace
     assert 2 * inplace < naive
     assert set(BACKENDS) >= {"fused", "inplace", "naive"}
+
+
+def test_a_storage_that_grows_is_counted_again():
+    meter = LiveTensorMeter(nn.Linear(1, 1, bias=False))
+    with meter:
+        before = meter.bytes
+        grown = torch.empty(0)
+        torch.ones(100, out=grown)
+        assert meter.bytes - before == 400
+        del grown
+        assert meter.bytes == before

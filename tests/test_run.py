@@ -248,12 +248,6 @@ def test_a_run_leaves_one_line_of_facts_and_its_curves(name, tmp_path):
     assert sorted(read_curve(tmp_path / "run", "val/perplexity")) == [2, 4, 5]
 
 
-def test_a_second_run_in_a_folder_adds_a_line(tmp_path):
-    for _ in range(2):
-        train(tiny(tmp_path, "max_steps=1"), tmp_path / "run")
-    assert len((tmp_path / "run" / "record.jsonl").read_text().splitlines()) == 2
-
-
 def test_the_peak_of_a_step_is_the_same_at_step_3_and_at_step_10(tmp_path):
     train(tiny(tmp_path, "max_steps=10", "val_every=5"), tmp_path / "run")
     train(tiny(tmp_path, "max_steps=1"), tmp_path / "one")
@@ -369,3 +363,30 @@ def test_no_code_of_ours_unpickles_more_than_weights():
     files = [file for folder in ("src", "scripts", "kernels") for file in (ROOT / folder).rglob("*.py")]
     assert files
     assert not [file for file in files if re.search(r"weights_only\s*=\s*False", file.read_text())]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_backends_agree_in_every_precision_in_training_and_validation(precision, bias, tmp_path):
+    options = (f"precision={precision}", f"model.head_bias={bias}", "chunk=3")
+    records = {
+        name: train(tiny(tmp_path, f"loss={name}", *options), tmp_path / name) for name in ("naive", "inplace", "fused")
+    }
+    for name in ("inplace", "fused"):
+        for loss in ("train_loss", "val_loss"):
+            difference = abs(records[name][loss] / records["naive"][loss] - 1)
+            assert difference < (1e-5 if precision == "32-true" else 1e-3), (name, loss)
+
+
+def test_a_run_killed_in_its_last_validation_validates_when_resumed(tmp_path, monkeypatch):
+    options = ("max_steps=4", "val_every=4", "checkpoint_every=4")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModel, "validation_step", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(tmp_path, *options), tmp_path / "first")
+    record = train(tiny(tmp_path, *options, f"resume={tmp_path / 'first'}"), tmp_path / "second")
+    assert record["val_loss"] > 0
+
+
+def test_an_integer_beta_is_a_number(tmp_path):
+    assert train(tiny(tmp_path, "betas=[0,0.95]", "max_steps=1"), tmp_path / "run")["status"] == "ok"

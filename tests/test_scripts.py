@@ -77,7 +77,7 @@ def test_generate_refuses_a_checkpoint_that_is_none_in_one_line(tmp_path):
     result = script(tmp_path, "generate", "checkpoint=nowhere.ckpt", "prompt=a")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: checkpoint=nowhere.ckpt: ")
+    assert line.startswith("error: checkpoint=nowhere.ckpt cannot be read")
 
 
 @pytest.mark.parametrize("override", ["temperature=-1", "top_k=0", "samples=0", "max_new_tokens=1.5"])
@@ -123,6 +123,24 @@ def test_a_resumed_run_keeps_the_overrides_of_the_first_also_when_it_is_resumed_
     assert script(tmp_path, "train", *words).returncode == 0
     record = read_record(tmp_path / "third")
     assert (record["steps"], record["config"]["model"]["width"]) == (4, 16)
+
+
+def test_what_a_resumed_run_cannot_change_is_refused(tmp_path):
+    words = overrides(tmp_path, "max_steps=1", "hydra.run.dir=first")
+    assert script(tmp_path, "train", *words).returncode == 0
+    curves = (tmp_path / "first" / "curves" / "metrics.csv").read_text()
+    refused = {
+        "accumulate=2": "accumulate=2 must stay 1",
+        "model.width=32": "model=",
+        "hydra.run.dir=first": "holds a run",
+    }
+    for override, message in refused.items():
+        result = script(tmp_path, "train", "resume=first", override)
+        assert result.returncode == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert message in line
+    assert (tmp_path / "first" / "curves" / "metrics.csv").read_text() == curves
 
 
 def test_a_sweep_goes_on_after_a_run_that_is_out_of_memory(tmp_path):
@@ -184,10 +202,10 @@ def test_report_draws_finished_runs_and_names_the_others(tmp_path):
         words = overrides(tmp_path, f"loss={name}", f"hydra.run.dir=runs/{name}")
         assert script(tmp_path, "train", *words).returncode == 0
     (tmp_path / "runs" / "broken").mkdir()
-    (tmp_path / "runs" / "broken" / "record.jsonl").write_text('{"status": "oom", "steps": 1}\n{"half a li')
+    (tmp_path / "runs" / "broken" / "record.jsonl").write_text('{"status": "oom"}\nnull\n{"half a li')
     result = script(tmp_path, "report", "runs", "--out", "figures")
     assert result.returncode == 0, result.stderr
-    assert "left out: runs/broken, oom after 1 steps" in result.stdout
+    assert "left out: runs/broken, oom after 0 steps" in result.stdout
     assert "broken line" in result.stderr
     drawing = (tmp_path / "figures" / "backends.svg").read_text()
     assert "naive" in drawing

@@ -120,4 +120,6 @@ class ProgressBar(TQDMProgressBar):
         return self.trainer.num_training_batches
 
     def get_metrics(self, trainer, module) -> dict:
-        return {name: value for name, value in super().get_metrics(trainer, module).items() if name != "v_num"}
+        metrics = super().get_metrics(trainer, module)
+        metrics.pop("v_num", None)
+        return {name: f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.3f}" for name, value in metrics.items()}

@@ -4,6 +4,7 @@ GPTConfig checks what several keys of the model must satisfy together.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,9 +18,10 @@ class Rule(NamedTuple):
     holds: Callable[[object], bool]
 
 
-def _integer(smallest: int) -> Rule:
-    words = f"an integer >= {smallest}, written without point or exponent"
-    return Rule(words, lambda value: type(value) is int and value >= smallest)
+def _integer(smallest: int, largest: int = 2**63 - 1) -> Rule:
+    words = f"an integer in [{smallest}, {largest}]" if largest < 2**63 - 1 else f"an integer >= {smallest}"
+    words += ", written without point or exponent"
+    return Rule(words, lambda value: type(value) is int and smallest <= value <= largest)
 
 
 def _number(words: str, holds: Callable[[float], bool]) -> Rule:
@@ -38,17 +40,27 @@ def _or_null(rule: Rule) -> Rule:
     return Rule(f"{rule.words}, or null", lambda value: value is None or rule.holds(value))
 
 
+def _is_regular_expression(value: object) -> bool:
+    try:
+        re.compile(value)
+    except (TypeError, re.error):
+        return False
+    return True
+
+
 def _is_pair_of_betas(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
 
 
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+COUNT = _integer(1)
 TRAIN = {
-    "seq_len": _integer(1),
-    "batch_size": _integer(1),
-    "accumulate": _integer(1),
-    "max_steps": _integer(1),
+    "seq_len": COUNT,
+    "batch_size": COUNT,
+    "accumulate": COUNT,
+    "max_steps": COUNT,
     "precision": _choice("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"),
-    "chunk": _integer(1),
+    "chunk": COUNT,
     "ignore_index": Rule("an integer", lambda value: type(value) is int),
     "label_smoothing": _number("in [0, 1)", lambda value: 0 <= value < 1),
     "z_loss": _number(">= 0", lambda value: value >= 0),
@@ -59,30 +71,33 @@ TRAIN = {
     "weight_decay": _number(">= 0", lambda value: value >= 0),
     "betas": Rule("two numbers in [0, 1)", _is_pair_of_betas),
     "grad_clip": _or_null(_number("> 0", lambda value: value > 0)),
-    "log_every": _integer(1),
-    "val_every": _integer(1),
-    "val_batches": _integer(1),
-    "checkpoint_every": _integer(1),
-    "seed": _integer(0),
-    "model.n_layers": _integer(1),
-    "model.n_heads": _integer(1),
-    "model.width": _integer(1),
+    "log_every": COUNT,
+    "val_every": COUNT,
+    "val_batches": COUNT,
+    "checkpoint_every": COUNT,
+    "seed": _integer(0, 2**32 - 1),
+    "cache_dir": Rule("a folder", lambda value: isinstance(value, str)),
+    "model.n_layers": COUNT,
+    "model.n_heads": COUNT,
+    "model.width": COUNT,
+    "model.tied": FLAG,
+    "model.head_bias": FLAG,
     "model.dropout": _number("in [0, 1]", lambda value: 0 <= value <= 1),
     "model.padded_vocab_size": _or_null(
         Rule("a positive multiple of 64", lambda value: type(value) is int and value > 0 and value % 64 == 0)
     ),
+    "data.document_start": _or_null(Rule("a regular expression", _is_regular_expression)),
     "tokenizer.kind": _choice("bpe", "hub"),
     "trainer.accelerator": _choice("auto", "cpu", "gpu"),
     "logger.kind": _choice("wandb", "csv"),
 }
 GENERATE = {
-    "samples": _integer(1),
-    "max_new_tokens": _integer(1),
+    "samples": COUNT,
+    "max_new_tokens": COUNT,
     "temperature": _number(">= 0", lambda value: value >= 0),
-    "top_k": _or_null(_integer(1)),
-    "seed": _integer(0),
+    "top_k": _or_null(COUNT),
+    "seed": _integer(0, 2**32 - 1),
 }
-COUNT = _integer(1)
 HELD_OUT_OF_TEXT = Rule(
     "a number of documents >= 1, or the part of the text to hold out, in (0, 1)",
     lambda value: COUNT.holds(value) or (_is_number(value) and 0 < value < 1),
@@ -94,7 +109,10 @@ HELD_OUT_OF_HUB = Rule(
 
 def check_train_config(config: DictConfig) -> None:
     """Raises ValueError, naming the key and what would be right, for a value that no run can have."""
-    _check(config, TRAIN | {"data.validation": HELD_OUT_OF_HUB if "repo" in config.data else HELD_OUT_OF_TEXT})
+    rules = TRAIN | {"data.validation": HELD_OUT_OF_HUB if "repo" in config.data else HELD_OUT_OF_TEXT}
+    if config.tokenizer.kind == "bpe":
+        rules["tokenizer.vocab_size"] = _integer(257, 2**24)  # END_OF_TEXT and all bytes
+    _check(config, rules)
 
 
 def check_generate_config(config: DictConfig) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from logitless.sources import Source
 from logitless.tokenizer import END_OF_TEXT, encode_texts, from_hub, train_bpe
 
-LAYOUT = "end-of-text before, between and after documents"
+LAYOUT = "end-of-text before, between and after documents; counted"
 
 
 class Batch(NamedTuple):
@@ -68,8 +68,19 @@ def load_corpus(source: Source, tokenizer_settings: dict, cache_dir: str) -> Cor
             except OSError:
                 if not folder.exists():  # else another process has just finished the same corpus
                     raise
-    dtype = json.loads((folder / "meta.json").read_text())["dtype"]
-    streams = (np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "validation"))
+    try:
+        return _read_corpus(folder)
+    except Exception as error:  # whatever a damaged file makes of itself: `tokenizers` raises a bare Exception
+        raise RuntimeError(f"the cached corpus {folder} is damaged ({error}): delete that folder") from error
+
+
+def _read_corpus(folder: Path) -> Corpus:
+    meta = json.loads((folder / "meta.json").read_text())
+    streams = []
+    for split in ("train", "validation"):
+        streams.append(np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r"))
+        if len(streams[-1]) != meta[split]:
+            raise ValueError(f"{split}.bin holds {len(streams[-1])} tokens, not {meta[split]}")
     return Corpus(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), *streams)
 
 
@@ -79,14 +90,16 @@ def _write_corpus(source: Source, settings: dict, folder: Path) -> None:
     else:
         tokenizer = from_hub(settings["repo"], settings["revision"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
-    (folder / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
+    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
+    meta: dict[str, str | int] = {"dtype": dtype.name}
     for split in ("train", "validation"):
         with open(folder / f"{split}.bin", "wb") as stream:
             for ids in encode(source.documents(split), tokenizer):
                 stream.write(ids.astype(dtype).tobytes())
-            if stream.tell() <= np.dtype(dtype).itemsize:
-                raise ValueError(f"data.validation={source.validation} leaves no document for the {split} split")
+            meta[split] = stream.tell() // dtype.itemsize
+        if meta[split] < 2:
+            raise ValueError(f"data.validation={source.validation} leaves no document for the {split} split")
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def encode(documents: Iterable[str], tokenizer: tokenizers.Tokenizer) -> Iterator[np.ndarray]:

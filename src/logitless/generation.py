@@ -16,17 +16,19 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[GPT, tokenizers.T
     Only tensors and plain containers are unpickled, and nothing that the file names is called or imported.
 
     Raises:
-        ValueError: hyper-parameters that are not those of a GPT.
-        pickle.UnpicklingError: anything else than plain containers in the file.
+        ValueError: no file, or one that holds anything else.
     """
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
-    parameters = checkpoint.get("hyper_parameters", {})
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        parameters, tokenizer = checkpoint["hyper_parameters"], tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
+    except Exception as error:  # torch and tokenizers have many names for a file that is not theirs
+        raise ValueError(f"checkpoint={path} cannot be read: {str(error).splitlines()[0]}") from error
     if set(parameters) != {"model"} or set(parameters["model"]) != set(GPTConfig.__dataclass_fields__):
-        raise ValueError(f"{path} does not hold the hyper-parameters of a GPT: {parameters}")
+        raise ValueError(f"checkpoint={path} does not hold the hyper-parameters of a GPT: {parameters}")
     gpt = GPT(GPTConfig(**parameters["model"])).to(device)
     prefix = "gpt."
     gpt.load_state_dict({k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items()})
-    return gpt.eval(), tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
+    return gpt.eval(), tokenizer
 
 
 def complete(

@@ -44,7 +44,7 @@ class LiveTensorMeter(TorchDispatchMode):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.live: set[int] = set()
+        self.live: dict[int, int] = {}  # storage: its bytes
         self.bytes = self.peak = 0
         for tensor in (*module.parameters(), *module.buffers()):
             self._add(tensor)
@@ -66,14 +66,13 @@ class LiveTensorMeter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         address = storage._cdata  # of the storage object, not of its bytes: those may move in a resize
         if address not in self.live:
-            self.live.add(address)
-            self.bytes += storage.nbytes()
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._remove, address, storage.nbytes()).atexit = False
+            weakref.finalize(storage, self._remove, address).atexit = False
+        self.bytes += storage.nbytes() - self.live.get(address, 0)
+        self.live[address] = storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
 
-    def _remove(self, address: int, n_bytes: int) -> None:
-        self.live.discard(address)
-        self.bytes -= n_bytes
+    def _remove(self, address: int) -> None:
+        self.bytes -= self.live.pop(address)
 
 
 def meter(module: nn.Module, device: torch.device) -> CudaMeter | LiveTensorMeter:

@@ -35,6 +35,7 @@ class LanguageModel(pl.LightningModule):
         self.log_every, self.seed = log_every, seed
         self.tokens_seen = 0
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
+        self.validated_step: int | None = None
         self.losses: dict[str, float] = {}  # last and smallest train_loss and val_loss
         self._point: dict[str, float] = {}
         self._window_sum: Tensor | float = 0.0
@@ -87,6 +88,7 @@ class LanguageModel(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         mean = self._val_sum / max(self._val_tokens, 1)
+        self.validated_step = self.global_step
         self._add_loss("val", mean)
         perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
         self.add_to_point("val/perplexity", perplexity)
@@ -121,7 +123,7 @@ class LanguageModel(pl.LightningModule):
         ]
         # A fused AdamW unscales fp16 gradients inside its step, too late for clipping.
         fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
-        adamw = torch.optim.AdamW(groups, lr=settings["lr"], betas=tuple(settings["betas"]), fused=fused)
+        adamw = torch.optim.AdamW(groups, lr=settings["lr"], betas=tuple(map(float, settings["betas"])), fused=fused)
         schedule = partial(
             warmup_cosine,
             warmup_steps=settings["warmup_steps"],

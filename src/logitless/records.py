@@ -31,7 +31,6 @@ def new_record(config: dict, device: torch.device) -> dict:
 
 def append_record(record: dict, run_dir: Path) -> None:
     """Adds the record to the run's file in one write; numbers that are not finite become null, as JSON has none."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
     with open(run_dir / FILE_NAME, "a") as stream:
         stream.write(json.dumps(finite) + "\n")
@@ -42,10 +41,10 @@ def read_records(paths: Iterable[Path]) -> list[dict]:
     records = []
     for path in paths:
         for file in sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]:
-            for line in file.read_text().splitlines():
+            for line in file.read_text(errors="replace").splitlines():
                 try:
-                    records.append(json.loads(line) | {"run_dir": str(file.parent)})
-                except json.JSONDecodeError:
+                    records.append(dict(json.loads(line), run_dir=str(file.parent)))
+                except (TypeError, ValueError):
                     print(f"{file}: skipped a broken line", file=sys.stderr)
     return records
 

@@ -28,12 +28,13 @@ LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
 class Job(NamedTuple):
-    """A run that may start: its configuration as plain containers, its text, its loss and its device."""
+    """A run that may start: its configuration as plain containers, its text and loss, where and how it computes."""
 
     config: dict
     corpus: Corpus
     loss: partial
     device: torch.device
+    precision: str
 
 
 def prepare(config: DictConfig) -> Job:
@@ -49,12 +50,13 @@ def prepare(config: DictConfig) -> Job:
             f"resume={config.resume}: no {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
         )
     device = _device(config.trainer.accelerator)
+    precision = resolve_precision(config.precision, device)
     plain = OmegaConf.to_container(config, resolve=True)
     corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
     vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
     plain["model"]["padded_vocab_size"] = vocab
     GPTConfig(**plain["model"])  # refuses a shape that cannot be built
-    return Job(plain, corpus, hydra.utils.instantiate(config.loss), device)
+    return Job(plain, corpus, hydra.utils.instantiate(config.loss), device, precision)
 
 
 def train(job: Job, run_dir: Path) -> dict:
@@ -65,10 +67,11 @@ def train(job: Job, run_dir: Path) -> dict:
             latter, its traceback in `run_dir`/traceback.txt.
     """
     config, loss = job.config, job.loss
+    run_dir.mkdir(parents=True, exist_ok=True)
     _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
     record = new_record(config, job.device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
-    record |= {name: config[name] for name in ("seq_len", "batch_size", "resume")}
+    record |= {"precision": job.precision, **{name: config[name] for name in ("seq_len", "batch_size", "resume")}}
     loggers = Loggers(config["logger"], run_dir, run_name(record), record["backend"], config)
     record["curves"] = str(loggers.curves)
     try:
@@ -107,33 +110,34 @@ def run_name(record: dict) -> str:
 
 def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
-    config, corpus, loss, device = job
+    config, corpus, loss, device, precision = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
-    print(first_lines(config, record))
+    print(first_lines(config, record, run_dir))
 
     meter = memory.meter(module, device)
     peaks, throughput = PeakMemory(meter), Throughput()
-    trainer = _trainer(config, device, loggers, run_dir, callbacks=[throughput, peaks])
+    trainer = _trainer(config, precision, loggers, run_dir, callbacks=[throughput, peaks])
     resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
     try:
         with meter:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-            if trainer.global_step % config["val_every"]:
+            if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
     finally:
         record |= {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
         record |= {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
     trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
     record["checkpoint"] = str(LAST_CHECKPOINT)
-    record["sample"] = sample(module.to(device), corpus, config)
+    is_finite = math.isfinite(module.losses["val_loss"])
+    record["sample"] = sample(module.to(device), corpus, config) if is_finite else None
 
 
-def _trainer(config: dict, device: torch.device, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
+def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
     checkpoint = ModelCheckpoint(
         run_dir / LAST_CHECKPOINT.parent,
         every_n_train_steps=config["checkpoint_every"],
@@ -144,7 +148,7 @@ def _trainer(config: dict, device: torch.device, loggers: Loggers, run_dir: Path
     return pl.Trainer(
         **config["trainer"],
         devices=1,
-        precision=resolve_precision(config["precision"], device),
+        precision=precision,
         max_steps=config["max_steps"],
         max_epochs=-1,  # the data is one endless epoch
         accumulate_grad_batches=config["accumulate"],
@@ -169,7 +173,7 @@ def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
     return f"{prompt}|{text.removeprefix(prompt)}"
 
 
-def first_lines(config: dict, record: dict) -> str:
+def first_lines(config: dict, record: dict, run_dir: Path) -> str:
     """The run's plan in a few lines."""
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
     if record["chunk"]:
@@ -181,12 +185,15 @@ def first_lines(config: dict, record: dict) -> str:
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
         f"[V={vocab}, D={config['model']['width']}]\n"
         f"loss   {record['backend']}: {logits}\n"
-        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens"
+        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens\n"
+        f"run    {record['device']}, {record['precision']}, in {run_dir}"
     )
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
+    if precision == "16-mixed" and device.type == "cpu":
+        raise ValueError("precision=16-mixed needs a GPU: use bf16-mixed or 32-true")
     if precision != "auto":
         return precision
     return "bf16-mixed" if device.type == "cuda" else "32-true"

@@ -42,7 +42,9 @@ class TextFiles:
         self.validation = validation
 
     def files(self) -> list[Path]:
-        folder = sorted(file for file in self.path.rglob("*") if file.name.endswith((".txt", ".txt.gz")))
+        folder = sorted(
+            file for file in self.path.rglob("*") if file.is_file() and file.name.endswith((".txt", ".txt.gz"))
+        )
         files = [self.path] if self.path.is_file() else folder
         if not files:
             raise ValueError(f"data.path={self.path}: no such file, or a folder without .txt and .txt.gz files")
@@ -157,5 +159,8 @@ def _hold_out(documents: list[str], validation: int | float) -> tuple[list[str],
 
 def _read(file: Path) -> str:
     opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8") as stream:
-        return stream.read()
+    try:
+        with opened(file, "rt", encoding="utf-8-sig") as stream:  # a byte order mark is no text
+            return stream.read()
+    except (OSError, EOFError, UnicodeError) as error:
+        raise ValueError(f"data.path: {file} cannot be read as UTF-8 text: {error}") from error
