@@ -17,7 +17,7 @@ from logitless.module import LanguageModel
 
 def offline_runs(run_dir: Path) -> list[dict]:
     """What W&B wrote below `run_dir`, one summary for each of its runs."""
-    command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--summary", "--json"]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json"]
     files = sorted(run_dir.rglob("run-*.wandb"))
     return [json.loads(subprocess.run([*command, file], capture_output=True, check=True).stdout) for file in files]
 
