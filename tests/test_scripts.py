@@ -24,11 +24,12 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Ours without PYTHONPATH, except for a package named `kernels` that must not be imported."""
+    """Ours, with a package named `kernels` in front that must not be imported."""
     fake = tmp_path / "site" / "kernels"
     fake.mkdir(parents=True, exist_ok=True)
     (fake / "__init__.py").write_text("raise ImportError('the kernels of PyPI')\n")
-    return os.environ | {"PYTHONPATH": str(fake.parent), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    path = os.pathsep.join([str(fake.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
 
 
 def python(tmp_path: Path, *arguments) -> subprocess.CompletedProcess:

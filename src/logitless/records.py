@@ -13,24 +13,25 @@ from pathlib import Path
 import torch
 
 FILE_NAME = "record.jsonl"
-PACKAGES = ("torch", "triton", "lightning", "hydra-core", "wandb", "tokenizers")
+PACKAGES = ("triton", "lightning", "hydra-core", "wandb", "tokenizers")
 
 
 def new_record(config: dict, device: torch.device) -> dict:
     """What is known before a run starts: its config, the versions and the device."""
+    packages = {name: _version(name) for name in PACKAGES}
     return {
         "status": "started",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv[1:]),
         "commit": _commit(),
         "config": config,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
     }
 
 
 def append_record(record: dict, run_dir: Path) -> None:
-    """Adds the record to the run's file in one write; numbers that are not finite become null, as JSON has none."""
+    """Writes the record in one write, after any that are there; numbers that are not finite become null."""
     finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
     with open(run_dir / FILE_NAME, "a") as stream:
         stream.write(json.dumps(finite) + "\n")
