@@ -203,6 +203,13 @@ def test_only_matrices_decay():
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.3}
 
 
+@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("bf16-mixed", True), ("16-mixed", False)])
+def test_adamw_is_fused_except_where_gradients_are_scaled(precision, fused):
+    module = watched()
+    module.trainer = SimpleNamespace(max_steps=10, precision=precision)
+    assert module.configure_optimizers()["optimizer"].defaults["fused"] == fused
+
+
 def test_a_tied_weight_is_optimized_once():
     module = LanguageModel(MODEL | {"tied": True}, losses.naive, OPTIMIZER, log_every=1, seed=1)
     module.trainer = SimpleNamespace(max_steps=10, precision="32-true")

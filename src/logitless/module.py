@@ -122,7 +122,7 @@ class LanguageModel(pl.LightningModule):
             {"params": vectors, "weight_decay": 0.0},
         ]
         # A fused AdamW unscales fp16 gradients inside its step, too late for clipping.
-        fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
+        fused = self.trainer.precision != "16-mixed"
         adamw = torch.optim.AdamW(groups, lr=settings["lr"], betas=tuple(map(float, settings["betas"])), fused=fused)
         schedule = partial(
             warmup_cosine,

@@ -60,7 +60,7 @@ def prepare(config: DictConfig) -> Job:
 
 
 def train(job: Job, run_dir: Path) -> dict:
-    """Trains and returns the record, which is also appended to `run_dir`/record.jsonl when training fails.
+    """Trains and returns the record; `run_dir`/record.jsonl gets it too, also when training fails.
 
     Raises:
         Exception: what made the run fail, after its record was written with status "oom" or "error" and, for the
