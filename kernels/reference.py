@@ -149,8 +149,7 @@ def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective,
         z = _softcapped(logits[block], objective)
         part = rows.slice(block)
         _row_results(z, labels[block], objective, part)
-        gradient = _gradient_(z, labels[block], objective, part.row_max, part.log_sum, scale)
-        logits[block] = _through_softcap_(gradient, logits[block], objective)
+        logits[block] = _gradient_(z, logits[block], labels[block], objective, part.row_max, part.log_sum, scale)
 
 
 def backward_rows(
@@ -165,8 +164,7 @@ def backward_rows(
     """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
     for block in _blocks(logits):
         z, scale = _softcapped(logits[block], objective), dlosses[block, None]
-        gradient = _gradient_(z, labels[block], objective, row_max[block], log_sum[block], scale)
-        dlogits[block] = _through_softcap_(gradient, logits[block], objective)
+        dlogits[block] = _gradient_(z, logits[block], labels[block], objective, row_max[block], log_sum[block], scale)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -202,9 +200,15 @@ def _row_results(z: Tensor, labels: Tensor, objective: Objective, rows: Rows) ->
 
 
 def _gradient_(
-    z: Tensor, labels: Tensor, objective: Objective, row_max: Tensor, log_sum: Tensor, scale: Tensor
+    z: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    row_max: Tensor,
+    log_sum: Tensor,
+    scale: Tensor,
 ) -> Tensor:
-    """The gradient over the softcapped logits `z` [N, V], which are destroyed, times `scale` ([] or [N, 1])."""
+    """The gradient over `logits` [N, V] times `scale` ([] or [N, 1]); their softcapped form `z` is destroyed."""
     kept, index = _usable(labels, objective)
     gradient = z.sub_(row_max[:, None]).sub_(log_sum[:, None]).exp_()
     if objective.z_loss:
@@ -212,11 +216,7 @@ def _gradient_(
     if objective.label_smoothing:
         gradient.sub_(objective.label_smoothing / z.shape[1])
     gradient.scatter_add_(1, index, torch.full_like(gradient[:, :1], objective.label_smoothing - 1.0))
+    if objective.softcap is not None:
+        # The slope 1 - tanh^2 is 1 / cosh^2, and only the second form keeps its digits where tanh is near 1.
+        gradient.div_((logits.float() / objective.softcap).cosh_().square_())
     return gradient.mul_(scale).masked_fill_(~kept[:, None], 0.0)
-
-
-def _through_softcap_(gradient: Tensor, logits: Tensor, objective: Objective) -> Tensor:
-    """`gradient` times the softcap's slope 1 - tanh^2 = 1 / cosh^2, of which only the second form keeps its digits."""
-    if objective.softcap is None:
-        return gradient
-    return gradient.div_((logits.to(torch.float32, copy=True) / objective.softcap).cosh_().square_())

@@ -325,6 +325,17 @@ def test_a_saturated_softcap_keeps_its_digits(engine, softcap, level, seed):
     assert relative_error(ours, right) <= 2 * relative_error(theirs, right) + 1e-6
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_an_ignored_row_of_nan_and_infinity_has_no_part_in_anything(engine, softcap):
+    logits, labels = random_logits(3, 7)
+    logits[1] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0, 0, 0, 0])
+    labels[1] = IGNORE
+    assert torch.isfinite(cross_entropy(logits.clone(), labels, softcap=softcap))
+    dlogits = grad(lambda x: cross_entropy(x, labels, softcap=softcap), logits, torch.tensor(1.0))
+    assert torch.isfinite(dlogits).all()
+    assert (dlogits[1] == 0).all()
+
+
 def test_smoothing_over_a_logit_of_minus_infinity_is_infinite(engine):
     logits = torch.zeros(1, 7)
     logits[0, 3] = -float("inf")

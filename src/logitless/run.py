@@ -98,6 +98,7 @@ def _describe_error(error: BaseException) -> str:
 def _quieten_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # advertisements
     warnings.filterwarnings("ignore", message=".*LeafSpec")  # its own use of what torch deprecates
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # slicing a memory map needs none
     warnings.filterwarnings("ignore", message="The dirpath has changed")  # a resumed run has a folder of its own
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable")  # data.Batches knows its place
 
