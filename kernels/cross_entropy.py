@@ -24,6 +24,7 @@ from . import reference
 from .reference import LossSums, Objective, Rows
 
 PER_LANE = tl.constexpr(8)  # classes whose statistics one lane keeps by itself; one 16-byte load of bf16
+WARP_SIZE = 64 if torch.version.hip else 32
 
 
 @triton.jit
@@ -45,13 +46,13 @@ def _softcapped(x, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _load_tile(row_ptr, columns, stride_v, V, is_whole, EVICTION: tl.constexpr):
-    """Logits of `columns` in fp32, -inf beyond the row. A mask costs the wide loads, so only the last tile has one."""
+    """Logits of `columns`, -inf beyond the row. A mask costs the wide loads, so only the last tile has one."""
     pointers = row_ptr + columns.to(tl.int64) * stride_v
     if is_whole:
         x = tl.load(pointers, eviction_policy=EVICTION)
     else:
         x = tl.load(pointers, mask=columns < V, other=-float("inf"), eviction_policy=EVICTION)
-    return x.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -122,6 +123,7 @@ def _rows_kernel(
     label = tl.load(labels_ptr + row).to(tl.int64)
     is_ignored = label == ignore_index
     is_kept = (label >= 0) & (label < V) & (label != ignore_index)
+    label = tl.where(is_kept, label, -1).to(tl.int32)
 
     if FORWARD:
         # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
@@ -162,10 +164,12 @@ def _rows_kernel(
             is_whole = start + BLOCK_V <= V
             x = _load_tile(row_ptr, columns, stride_v, V, is_whole, "evict_first")
             z, slope = _softcapped(x, softcap, HAS_SOFTCAP)
-            gradient = p_scale * tl.exp((z - row_max) - log_sum) - uniform
+            gradient = p_scale * tl.exp((z - row_max) - log_sum)
+            if HAS_SMOOTHING:
+                gradient -= uniform
             if (label >= start) & (label < start + BLOCK_V):
                 gradient -= tl.where(columns == label, label_scale, 0.0)
-            gradient = tl.where(is_kept, gradient * slope, 0.0)
+            gradient = tl.where(label >= 0, gradient * slope, 0.0)
             pointers = drow_ptr + columns.to(tl.int64) * dstride_v
             if is_whole:
                 tl.store(pointers, gradient, eviction_policy="evict_first")
@@ -231,19 +235,23 @@ def _launch(
         BACKWARD=dlogits is not None,
         HAS_SMOOTHING=objective.label_smoothing > 0,
         HAS_SOFTCAP=objective.softcap is not None,
-        **tile(vocab),
+        **launch_options(vocab, logits.dtype, objective.softcap is not None),
     )
 
 
-def tile(vocab: int, warp_size: int = 64 if torch.version.hip else 32) -> dict[str, int]:
-    """BLOCK_V and num_warps for rows of `vocab` logits.
+def launch_options(vocab: int, dtype: torch.dtype, has_softcap: bool, warp_size: int = WARP_SIZE) -> dict[str, int]:
+    """Tile width, warps and register limit for rows of `vocab` logits, as keyword arguments of the kernel.
 
-    A lane takes 16 elements of a tile: few enough registers for 2048 lanes on a multiprocessor, and two 16-byte loads in
-    flight a lane. Wide rows get wide tiles, so that the rows in flight fit into the L2 cache from which the second pass
-    is read: measured on an H200, where 4 rows of 50304 bf16 logits a multiprocessor, or 2 of 128256, are best.
+    A lane takes 16 elements of a tile, which is two 16-byte loads of bf16 in flight, and 32 registers, so that 2048
+    lanes run on a multiprocessor. Wide rows get wide tiles: then the rows in flight fit into the L2 cache that the
+    second pass reads from. Measured on an H200, where 4 rows of 50304 bf16 logits a multiprocessor, or 2 of 128256,
+    are best.
     """
     block = min(max(triton.next_power_of_2(vocab), 128), 8192 if vocab <= 65536 else 16384)
-    return {"BLOCK_V": block, "num_warps": max(block // (16 * warp_size), 1)}
+    options = {"BLOCK_V": block, "num_warps": max(block // (16 * warp_size), 1)}
+    if warp_size == 32 and dtype.itemsize == 2 and not has_softcap:  # fp32 and softcap would spill
+        options["maxnreg"] = 32
+    return options
 
 
 def refuse_double_backward() -> None:
