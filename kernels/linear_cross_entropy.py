@@ -9,97 +9,184 @@ the chunks again (4 GEMMs).
 Chunked heads: mgmalek/efficient_cross_entropy, Liger-Kernel (arXiv 2410.10989), CCE (arXiv 2411.09009), quack.
 """
 
+from dataclasses import astuple
+
 import torch
 from torch import Tensor
 
 from . import reference, schedules
 from .cross_entropy import refuse_double_backward
 from .reference import LossSums, Objective
-from .schedules import GradientDtypes, Head
+from .schedules import Gradients, Head
+
+# The ops take options one by one, because an op's arguments are tensors, numbers and lists of them. `wanted` says which
+# of the gradients of hidden, weight and bias to make; an op returns an empty tensor for one that is not wanted.
 
 
-class _Summed(torch.autograd.Function):
-    """Loss sums; the gradients are made in forward, and handed over at the first backward."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, dtypes):
-        head = _cast(hidden, weight, bias, compute_dtype)
-        # The sum over all tokens may pass fp16's range where the mean does not: it stays in fp32 until it is scaled.
-        wide = GradientDtypes(*(torch.float32 if dtype == torch.float16 else dtype for dtype in dtypes))
-        rows, ctx.gradients = schedules.token_chunks(head, labels, objective, chunk, wide)
-        ctx.dtypes = dtypes
-        sums = rows.losses.sum(), rows.cross_entropies.sum()
-        ctx.mark_non_differentiable(sums[1])
-        return sums
-
-    @staticmethod
-    def backward(ctx, dloss, _):
-        refuse_double_backward()
-        if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
-        gradients, ctx.gradients = ctx.gradients, None
-        scaled = (
-            None if gradient is None else gradient.mul_(dloss).to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
-        return *scaled, None, None, None, None, None
+@torch.library.custom_op("logitless::linear_cross_entropy", mutates_args=())
+def _sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    compute_dtype: torch.dtype,
+    chunk: int,
+    wanted: list[bool],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sums of the losses and of the plain cross-entropies, and the gradients of the former, not cast yet."""
+    head = _cast(hidden, weight, bias, compute_dtype)
+    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
+    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
+    rows = schedules.token_chunks(head, labels, objective, chunk, gradients)
+    return rows.losses.sum(), rows.cross_entropies.sum(), *_without_none(gradients, hidden)
 
 
-class _PerToken(torch.autograd.Function):
-    """Losses [N]; backward computes the logits again."""
+@_sums.register_fake
+def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *options):
+    sums = (hidden.new_empty((), dtype=torch.float32) for _ in range(2))
+    return *sums, *_without_none(schedules.empty_gradients(hidden, weight, bias, wanted, chunk), hidden)
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, compute_dtype, objective, chunk, dtypes):
-        head = _cast(hidden, weight, bias, compute_dtype)
-        rows, _ = schedules.token_chunks(head, labels, objective, chunk, GradientDtypes())
-        ctx.save_for_backward(hidden, weight, bias, labels, rows.row_max, rows.log_sum)
-        ctx.options = compute_dtype, objective, chunk, dtypes
-        return rows.losses
 
-    @staticmethod
-    def backward(ctx, dlosses):
-        refuse_double_backward()
-        hidden, weight, bias, labels, row_max, log_sum = ctx.saved_tensors
-        compute_dtype, *options = ctx.options
-        head = _cast(hidden, weight, bias, compute_dtype)
-        gradients = schedules.token_chunks_backward(head, labels, *options, row_max, log_sum, dlosses.contiguous())
-        return *gradients, None, None, None, None, None
+def _save_gradients(ctx, inputs, output):
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:3]]
+    ctx.wanted = inputs[6]
+    ctx.is_used = False
+    ctx.save_for_backward(*output[2:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _scale_gradients(ctx, dloss, *_):
+    refuse_double_backward()
+    if ctx.is_used:
+        raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
+    ctx.is_used = True
+    scaled = (
+        _scaled(gradient, dloss, dtype) if is_wanted else None
+        for gradient, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
+    )
+    return *scaled, *[None] * 8
+
+
+_sums.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gradient` * `factor` in `dtype`; `gradient` is overwritten if it has that dtype already."""
+    if gradient.dtype != dtype:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    if type(gradient) is not Tensor:  # traced, and the compiler reuses the memory by itself
+        return gradient * factor
+    return gradient.mul_(factor).detach()  # a tensor of its own, so that autograd may keep it as .grad without a copy
+
+
+@torch.library.custom_op("logitless::linear_cross_entropy_per_token", mutates_args=())
+def _per_token(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    compute_dtype: torch.dtype,
+    chunk: int,
+    wanted: list[bool],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, and what backward needs to compute the logits' gradient again: row_max and log_sum, each [N]."""
+    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
+    head = _cast(hidden, weight, bias, compute_dtype)
+    rows = schedules.token_chunks(head, labels, objective, chunk, Gradients())
+    return rows.losses, rows.row_max, rows.log_sum
+
+
+@_per_token.register_fake
+def _(hidden, *_):
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
+
+
+@torch.library.custom_op("logitless::linear_cross_entropy_per_token_backward", mutates_args=())
+def _per_token_backward(
+    dlosses: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    compute_dtype: torch.dtype,
+    chunk: int,
+    wanted: list[bool],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for the upstream gradients `dlosses` [N], in the dtypes of the inputs."""
+    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
+    head = _cast(hidden, weight, bias, compute_dtype)
+    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
+    schedules.token_chunks_backward(head, labels, objective, chunk, row_max, log_sum, dlosses, gradients)
+    return _without_none(_to_input_dtypes(gradients, hidden, weight, bias), hidden)
+
+
+@_per_token_backward.register_fake
+def _(dlosses, row_max, log_sum, hidden, weight, bias, labels, compute_dtype, chunk, wanted, *options):
+    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
+    return _without_none(_to_input_dtypes(gradients, hidden, weight, bias), hidden)
+
+
+def _save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:], *inputs[:4])
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _compute_again(ctx, dlosses, *_):
+    refuse_double_backward()
+    gradients = _per_token_backward(dlosses.contiguous(), *ctx.saved_tensors, *ctx.options)
+    wanted = ctx.options[2]
+    return *(g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)), *[None] * 8
+
+
+_per_token.register_autograd(_compute_again, setup_context=_save_inputs)
 
 
 def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
     return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-@torch.compiler.disable  # one graph break, where tracing the chunks would make a graph of each shape
-def _apply(
-    function: type[torch.autograd.Function],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    objective: Objective,
-    chunk: int,
-):
-    _check(hidden, weight, bias, labels, objective, chunk)
+def _to_input_dtypes(gradients: Gradients, *inputs: Tensor | None) -> Gradients:
+    return Gradients(*(g if g is None else g.to(tensor.dtype) for g, tensor in zip(gradients, inputs, strict=True)))
+
+
+def _without_none(gradients: Gradients, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An op returns tensors only: an empty one stands for None."""
+    return tuple(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _arguments(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, chunk: int
+) -> tuple:
+    """The checked arguments of the ops."""
+    _check(hidden, weight, bias, labels, chunk)
     compute_dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         compute_dtype = torch.get_autocast_dtype(hidden.device.type)
     elif any(tensor is not None and tensor.dtype != hidden.dtype for tensor in (weight, bias)):
         dtypes = [str(tensor.dtype) for tensor in (hidden, weight, bias) if tensor is not None]
         raise ValueError(f"hidden, weight and bias must have one dtype outside autocast, got {', '.join(dtypes)}")
-
-    def wanted_dtype(tensor: Tensor | None) -> torch.dtype | None:
-        # ctx.needs_input_grad would be true under no_grad as well.
-        is_wanted = tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-        return tensor.dtype if is_wanted else None
-
-    dtypes = GradientDtypes(*map(wanted_dtype, (hidden, weight, bias)))
-    return function.apply(hidden, weight, bias, labels.long().contiguous(), compute_dtype, objective, chunk, dtypes)
+    wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    return hidden, weight, bias, labels.long().contiguous(), compute_dtype, chunk, wanted, *astuple(objective)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, chunk: int
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden [N, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
     if weight.shape[0] == 0:
@@ -114,7 +201,7 @@ def _check(
         raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk must be an integer >= 1, got {chunk!r}")
-    reference.check_labels(labels, hidden.shape[0], weight.shape[0], objective.ignore_index)
+    reference.check_labels(labels, hidden.shape[0])
 
 
 def linear_cross_entropy_sums(
@@ -132,7 +219,8 @@ def linear_cross_entropy_sums(
 
     Errors and contract are those of `linear_cross_entropy`.
     """
-    return LossSums(*_apply(_Summed, hidden, weight, bias, labels, objective, chunk))
+    loss, cross_entropy, *_ = _sums(*_arguments(hidden, weight, bias, labels, objective, chunk))
+    return LossSums(loss, cross_entropy)
 
 
 def linear_cross_entropy(
@@ -180,6 +268,7 @@ def linear_cross_entropy(
         raise ValueError(f"expected one label a token, {list(input.shape[:-1])}, got {list(target.shape)}")
     hidden, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     if reduction == "none":
-        return _apply(_PerToken, hidden, linear_weight, linear_bias, labels, objective, chunk).view(target.shape)
+        losses, *_ = _per_token(*_arguments(hidden, linear_weight, linear_bias, labels, objective, chunk))
+        return losses.view(target.shape)
     loss, _ = linear_cross_entropy_sums(hidden, linear_weight, labels, objective, bias=linear_bias, chunk=chunk)
     return reference.reduce(loss, labels.long(), ignore_index, reduction)

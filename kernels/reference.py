@@ -13,7 +13,7 @@ A row whose label is `ignore_index` gives loss 0 and gradient 0. A label outside
 on a GPU, where raising would wait for the device, its row gives loss NaN and gradient 0.
 
 `linear_cross_entropy_sums` is the eager path that people write, left to autograd. `forward_rows`,
-`forward_backward_rows_` and `backward_rows` are the twins of the Triton launchers in `cross_entropy.py`.
+`forward_backward_rows_` and `backward_rows` are the twins of the Triton launchers in `row_kernels.py`.
 
 Smoothing: Szegedy et al. 2016. Penalty on lse^2: Devlin et al. 2014, as z-loss in PaLM, 2022. Softcap: Gemma 2, 2024.
 """
@@ -85,13 +85,16 @@ def reduce(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) ->
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
 
 
-def check_labels(labels: Tensor, n_rows: int, vocab: int, ignore_index: int) -> None:
-    """Raises ValueError for a wrong shape or dtype, and IndexError for a CPU label outside [0, vocab)."""
+def check_labels(labels: Tensor, n_rows: int) -> None:
+    """Raises ValueError for a wrong shape or dtype."""
     if labels.shape != (n_rows,):
         raise ValueError(f"expected one label a row, [{n_rows}], got {list(labels.shape)}")
     if labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"labels must be int32 or int64, got {labels.dtype}")
-    labels = labels.long()
+
+
+def check_label_range(labels: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raises IndexError for a CPU label outside [0, vocab). Reads the labels, which a compiler cannot trace."""
     if labels.device.type == "cpu":
         bad = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
         if bad.numel():
@@ -110,15 +113,17 @@ def linear_cross_entropy_sums(
         objective: the options of the loss.
         bias: [V], or None.
     """
-    check_labels(labels, hidden.shape[0], weight.shape[0], objective.ignore_index)
+    check_labels(labels, hidden.shape[0])
+    labels = labels.long()
+    if not torch.compiler.is_compiling():
+        check_label_range(labels, weight.shape[0], objective.ignore_index)
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if objective.softcap is not None:
         logits = objective.softcap * torch.tanh(logits / objective.softcap)
 
-    labels = labels.long()
     kept = labels != objective.ignore_index
-    # A bad label reaches this line on a GPU only, where it would abort the device inside F.cross_entropy.
+    # A bad label reaches this line on a GPU, or compiled, only, where it would abort the device inside F.cross_entropy.
     bad = kept & ((labels < 0) | (labels >= weight.shape[0]))
     labels = labels.masked_fill(bad, objective.ignore_index)
 
@@ -138,12 +143,14 @@ def linear_cross_entropy_sums(
 
 def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
     """Writes the results of `logits` [N, V], which are left alone, into `rows`."""
+    check_label_range(labels, logits.shape[1], objective.ignore_index)
     for block in _blocks(logits):
         _row_results(_softcapped(logits[block], objective), labels[block], objective, rows.slice(block))
 
 
 def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
     """Writes the results of `logits` [N, V] into `rows`, and the gradient of their summed loss over them."""
+    check_label_range(labels, logits.shape[1], objective.ignore_index)
     scale = torch.ones((), dtype=torch.float32, device=logits.device)
     for block in _blocks(logits):
         z = _softcapped(logits[block], objective)

@@ -1,22 +1,22 @@
 """The loop behind `linear_cross_entropy`: token chunks, so that only `chunk` rows of logits are alive at once.
 
 Per chunk of C rows: logits into one preallocated [C, V] buffer, dlogits over them, the chunk's rows of dhidden by one
-GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as without chunks.
+GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as without chunks; nothing is allocated
+per chunk.
 
 Peak bytes with bf16 compute beyond the inputs: 2CV for the chunk, 4VD for dweight in fp32 (the returned gradient
-itself when the weight is fp32), 2ND or 4ND for dhidden. A bf16 weight with more than one chunk needs the fp32
-accumulator beside the returned dweight, because a bf16 sum loses small contributions (its error grows with the number
-of chunks); the chunk buffer is freed before that cast. Under autocast, fp32 inputs are copied to bf16 for as long as
-the loop runs: 2VD + 2ND.
+itself when the weight is fp32), 2ND or 4ND for dhidden. A bf16 weight with more than one chunk needs the fp32 buffer
+beside the returned dweight, because a bf16 sum loses small contributions (its error grows with the number of chunks).
+Under autocast, fp32 inputs are copied to bf16 for as long as the loop runs: 2VD + 2ND.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import cross_entropy
+from . import row_kernels
 from .reference import Objective, Rows
 
 # An odd V is six times slower in cuBLAS (50257 against 50304, H200). So rows of logits start at a multiple of 64
@@ -36,31 +36,39 @@ class Head(NamedTuple):
 class Gradients(NamedTuple):
     """dhidden [N, D], dweight [V, D] and dbias [V]; None where not asked for."""
 
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
 
-class GradientDtypes(NamedTuple):
-    """Which gradients to make, and in which dtypes; None where none is asked for."""
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool], chunk: int
+) -> Gradients:
+    """Buffers for the wanted gradients in the dtypes to sum in.
 
-    hidden: torch.dtype | None = None
-    weight: torch.dtype | None = None
-    bias: torch.dtype | None = None
+    That is fp32, or the dtype of the input itself if one GEMM makes the whole gradient. But for fp16: the sum over all
+    tokens may pass its range where the mean, scaled in backward, does not.
+    """
+
+    def buffer(tensor: Tensor | None, is_wanted: bool, is_one_gemm: bool) -> Tensor | None:
+        if tensor is None or not is_wanted:
+            return None
+        keeps_dtype = is_one_gemm and tensor.dtype != torch.float16
+        return tensor.new_empty(tensor.shape, dtype=tensor.dtype if keeps_dtype else torch.float32)
+
+    one_chunk = hidden.shape[0] <= chunk
+    return Gradients(*map(buffer, (hidden, weight, bias), wanted, (True, one_chunk, False)))
 
 
-def token_chunks(
-    head: Head, labels: Tensor, objective: Objective, chunk: int, dtypes: GradientDtypes
-) -> tuple[Rows, Gradients]:
-    """Row results, and the gradients of the summed loss that `dtypes` asks for."""
+def token_chunks(head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients) -> Rows:
+    """Row results; the gradients of the summed loss go into the buffers `gradients`."""
     rows = Rows.empty(labels.shape[0], labels.device)
-    kernel = cross_entropy.forward_rows if dtypes == GradientDtypes() else cross_entropy.forward_backward_rows_
-    accumulator = _Accumulator(head, chunk, dtypes)
+    kernel = row_kernels.forward_rows if gradients == Gradients() else row_kernels.forward_backward_rows_
+    accumulator = _Accumulator(head, chunk, gradients)
     for part, logits in _logits_of_chunks(head, chunk):
         kernel(logits, labels[part], objective, rows.slice(part))
         accumulator.add(part, logits)
-    del logits  # the chunk's buffer goes before the accumulator's last cast
-    return rows, accumulator.finish()
+    return rows
 
 
 def token_chunks_backward(
@@ -68,19 +76,17 @@ def token_chunks_backward(
     labels: Tensor,
     objective: Objective,
     chunk: int,
-    dtypes: GradientDtypes,
     row_max: Tensor,
     log_sum: Tensor,
     dlosses: Tensor,
-) -> Gradients:
-    """The gradients for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
-    accumulator = _Accumulator(head, chunk, dtypes)
+    gradients: Gradients,
+) -> None:
+    """Fills `gradients` for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
+    accumulator = _Accumulator(head, chunk, gradients)
     for part, logits in _logits_of_chunks(head, chunk):
         vectors = (vector[part] for vector in (row_max, log_sum, dlosses))
-        cross_entropy.backward_rows(logits, labels[part], objective, *vectors, logits)
+        row_kernels.backward_rows(logits, labels[part], objective, *vectors, logits)
         accumulator.add(part, logits)
-    del logits  # as above
-    return accumulator.finish()
 
 
 def _logits_of_chunks(head: Head, chunk: int) -> Iterator[tuple[slice, Tensor]]:
@@ -109,29 +115,19 @@ def _aligned_parts(vocab: int) -> list[slice]:
 class _Accumulator:
     """Collects the gradients that are wanted from the dlogits of one chunk after another."""
 
-    def __init__(self, head: Head, chunk: int, dtypes: GradientDtypes):
-        self.head, self.dtypes = head, dtypes
-        self.dhidden = self.dweight = self.dbias = None
-        if dtypes.hidden:
-            self.dhidden = torch.empty_like(head.hidden, dtype=dtypes.hidden)
-        if dtypes.weight:
-            one_chunk = head.hidden.shape[0] <= chunk
-            self.dweight = torch.empty_like(head.weight, dtype=dtypes.weight if one_chunk else torch.float32)
-        if dtypes.bias:
-            self.dbias = torch.zeros_like(head.bias, dtype=torch.float32)
+    def __init__(self, head: Head, chunk: int, gradients: Gradients):
+        self.head, self.gradients = head, gradients
+        self.ones = head.hidden.new_ones(1, 0 if gradients.bias is None else min(chunk, head.hidden.shape[0]))
 
     def add(self, part: slice, dlogits: Tensor) -> None:
-        if self.dhidden is not None:
+        dhidden, dweight, dbias = self.gradients
+        if dhidden is not None:
             for classes in _aligned_parts(dlogits.shape[1]):
-                _matmul(dlogits[:, classes], self.head.weight[classes], out=self.dhidden[part], add=classes.start > 0)
-        if self.dweight is not None:
-            _matmul(dlogits.t(), self.head.hidden[part], out=self.dweight, add=part.start > 0)
-        if self.dbias is not None:
-            self.dbias += dlogits.sum(dim=0, dtype=torch.float32)
-
-    def finish(self) -> Gradients:
-        gradients = self.dhidden, self.dweight, self.dbias
-        return Gradients(*(g if g is None else g.to(dtype) for g, dtype in zip(gradients, self.dtypes, strict=True)))
+                _matmul(dlogits[:, classes], self.head.weight[classes], out=dhidden[part], add=classes.start > 0)
+        if dweight is not None:
+            _matmul(dlogits.t(), self.head.hidden[part], out=dweight, add=part.start > 0)
+        if dbias is not None:
+            _matmul(self.ones[:, : dlogits.shape[0]], dlogits, out=dbias[None], add=part.start > 0)
 
 
 def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:

@@ -1,0 +1,258 @@
+"""The Triton kernel over rows of logits: losses, statistics, and the gradient in the logits' own memory.
+
+The formulas are those of `reference.py`. One program takes one row of V logits in tiles of BLOCK_V, with fp32 state
+whatever the storage dtype:
+
+    pass 1 reads the row once:   m' = max(m, max z),  l = l * exp(m - m') + sum exp(z - m')   (online softmax)
+    pass 2 reads and writes it:  p_v = exp((z_v - m) - ln l), stored as dloss/dx_v over x_v
+
+Each lane keeps m and l of the classes that it reads itself, and they are merged once, at the end of the row: a tile
+needs no barrier. m and ln l are kept apart, not added up to lse: a common offset of the logits then cancels exactly.
+
+`forward_rows` is pass 1, `backward_rows` is pass 2 with the upstream gradient folded in, and `forward_backward_rows_`
+is both in one launch: one kernel, three launches. Traffic: 2 reads and 1 write of the logits, but pass 2 goes from the
+end of the row to its start, so that it finds a part of the row in the L2 cache.
+
+Online softmax: Milakov and Gimelshein 2018. Gradient over the logits: mgmalek/efficient_cross_entropy, Liger-Kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import reference
+from .reference import Objective, Rows
+
+PER_LANE = tl.constexpr(8)  # classes whose statistics one lane keeps by itself; one 16-byte load of bf16
+WARP_SIZE = 64 if torch.version.hip else 32
+
+
+@triton.jit
+def _softcapped(x, softcap, HAS_SOFTCAP: tl.constexpr):
+    """(z, dz/dx) of logits x, in fp32."""
+    z = x.to(tl.float32)
+    slope = 1.0
+    if HAS_SOFTCAP:
+        # tanh written out, because not every Triton version has one. Near 0 the quotient cancels: a series takes over.
+        u = z / softcap
+        square = u * u
+        series = u * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+        decay = tl.exp(-2 * tl.abs(u))
+        quotient = (1 - decay) / (1 + decay)
+        z = softcap * tl.where(tl.abs(u) < 0.25, series, tl.where(u < 0, -quotient, quotient))
+        slope = 4 * decay / ((1 + decay) * (1 + decay))  # 1 - tanh^2 would lose its digits where tanh is near 1
+    return z, slope
+
+
+@triton.jit
+def _load_tile(row_ptr, columns, stride_v, V, is_whole, EVICTION: tl.constexpr):
+    """Logits of `columns`, -inf beyond the row. A mask costs the wide loads, so only the last tile has one."""
+    pointers = row_ptr + columns.to(tl.int64) * stride_v
+    if is_whole:
+        x = tl.load(pointers, eviction_policy=EVICTION)
+    else:
+        x = tl.load(pointers, mask=columns < V, other=-float("inf"), eviction_policy=EVICTION)
+    return x
+
+
+@triton.jit
+def _statistics(
+    row_ptr,
+    stride_v,
+    V,
+    origin,
+    softcap,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """(m, l, sum (z - origin)) of one row; the last is 0 unless HAS_SMOOTHING."""
+    LANES: tl.constexpr = BLOCK_V // PER_LANE
+    lane_max = tl.full([LANES], -float("inf"), tl.float32)
+    lane_sum = tl.zeros([LANES], tl.float32)
+    lane_total = tl.zeros([LANES], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        columns = start + tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+        x = _load_tile(row_ptr, columns, stride_v, V, start + BLOCK_V <= V, "evict_last")
+        z, _ = _softcapped(x, softcap, HAS_SOFTCAP)
+        if HAS_SMOOTHING:
+            lane_total += tl.sum(tl.where(columns < V, z - origin, 0.0), 1)
+        if HAS_SOFTCAP:
+            z = tl.where(columns < V, z, -float("inf"))
+        new_max = tl.maximum(lane_max, tl.max(z, 1))
+        anchor = _finite(new_max)
+        lane_sum = lane_sum * tl.exp(lane_max - anchor) + tl.sum(tl.exp(z - anchor[:, None]), 1)
+        lane_max = new_max
+    row_max = tl.max(lane_max, 0)
+    return row_max, tl.sum(lane_sum * tl.exp(lane_max - _finite(row_max)), 0), tl.sum(lane_total, 0)
+
+
+@triton.jit
+def _finite(maximum):
+    """`maximum`, or 0 where all was -inf so far: there -inf - (-inf) would be NaN, and exp(-inf - 0) is 0."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def _rows_kernel(
+    logits_ptr,  # [N, V] in
+    dlogits_ptr,  # [N, V] out if BACKWARD: the gradient; may be logits_ptr
+    labels_ptr,  # [N] in
+    losses_ptr,  # [N] fp32 out if FORWARD
+    cross_entropies_ptr,  # [N] fp32 out if FORWARD
+    row_max_ptr,  # [N] fp32 out if FORWARD, else in
+    log_sum_ptr,  # [N] fp32 out if FORWARD, else in
+    dlosses_ptr,  # [N] fp32 in: upstream gradients; if FORWARD they are 1 and this is not read
+    stride_n,
+    stride_v,
+    dstride_n,
+    dstride_v,
+    V,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    FORWARD: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # row * stride_n passes 2**31 at the lengths we sweep
+    row_ptr = logits_ptr + row * stride_n
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    is_ignored = label == ignore_index
+    is_kept = (label >= 0) & (label < V) & (label != ignore_index)
+    label = tl.where(is_kept, label, -1).to(tl.int32)
+
+    if FORWARD:
+        # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
+        x_label = tl.load(row_ptr + label * stride_v, mask=is_kept, other=0.0)
+        z_label, _ = _softcapped(x_label, softcap, HAS_SOFTCAP)
+        # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
+        origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
+        row_max, row_sum, total = _statistics(
+            row_ptr, stride_v, V, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V
+        )
+        log_sum = tl.log(row_sum)
+        cross_entropy = log_sum - (z_label - row_max)
+        loss = cross_entropy
+        if HAS_SMOOTHING:
+            uniform = log_sum - ((origin - row_max) + total / V)
+            loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
+        loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
+        missing = tl.where(is_ignored, 0.0, float("nan"))
+        tl.store(losses_ptr + row, tl.where(is_kept, loss, missing))
+        tl.store(cross_entropies_ptr + row, tl.where(is_kept, cross_entropy, missing))
+        tl.store(row_max_ptr + row, row_max)
+        tl.store(log_sum_ptr + row, log_sum)
+        scale = 1.0
+    else:
+        row_max = tl.load(row_max_ptr + row)
+        log_sum = tl.load(log_sum_ptr + row)
+        scale = tl.load(dlosses_ptr + row)
+
+    if BACKWARD:
+        drow_ptr = dlogits_ptr + row * dstride_n
+        p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
+        uniform = scale * label_smoothing / V
+        label_scale = scale * (1 - label_smoothing)
+        # From the end of the row to its start: what was read last is still in the cache.
+        for offset in range(0, V, BLOCK_V):
+            start = (V - 1) // BLOCK_V * BLOCK_V - offset
+            columns = start + tl.arange(0, BLOCK_V)
+            is_whole = start + BLOCK_V <= V
+            x = _load_tile(row_ptr, columns, stride_v, V, is_whole, "evict_first")
+            z, slope = _softcapped(x, softcap, HAS_SOFTCAP)
+            gradient = p_scale * tl.exp((z - row_max) - log_sum)
+            if HAS_SMOOTHING:
+                gradient -= uniform
+            if (label >= start) & (label < start + BLOCK_V):
+                gradient -= tl.where(columns == label, label_scale, 0.0)
+            gradient = tl.where(label >= 0, gradient * slope, 0.0)
+            pointers = drow_ptr + columns.to(tl.int64) * dstride_v
+            if is_whole:
+                tl.store(pointers, gradient, eviction_policy="evict_first")
+            else:
+                tl.store(pointers, gradient, mask=columns < V, eviction_policy="evict_first")
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether the kernel takes `tensor`; CPU tensors go to its twins in `reference.py`."""
+    return tensor.is_cuda
+
+
+def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    """Writes the results of `logits` [N, V], which are left alone, into `rows`; `labels` [N] are contiguous."""
+    if not runs_triton(logits):
+        return reference.forward_rows(logits, labels, objective, rows)
+    _launch(logits, None, labels, rows, None, objective)
+
+
+def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+    """Writes the results of `logits` [N, V] into `rows`, and the gradient of their summed loss over them."""
+    if not runs_triton(logits):
+        return reference.forward_backward_rows_(logits, labels, objective, rows)
+    _launch(logits, logits, labels, rows, None, objective)
+
+
+def backward_rows(
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    row_max: Tensor,
+    log_sum: Tensor,
+    dlosses: Tensor,
+    dlogits: Tensor,
+) -> None:
+    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
+    if not runs_triton(logits):
+        return reference.backward_rows(logits, labels, objective, row_max, log_sum, dlosses, dlogits)
+    _launch(logits, dlogits, labels, Rows(None, None, row_max, log_sum), dlosses, objective)
+
+
+def _launch(
+    logits: Tensor, dlogits: Tensor | None, labels: Tensor, rows: Rows, dlosses: Tensor | None, objective: Objective
+) -> None:
+    """Runs the forward unless `dlosses` is given, and the backward if `dlogits` is."""
+    n_rows, vocab = logits.shape
+    if n_rows == 0:
+        return
+    _rows_kernel[(n_rows,)](
+        logits,
+        dlogits,
+        labels,
+        *rows,
+        dlosses,
+        *logits.stride(),
+        *(logits if dlogits is None else dlogits).stride(),
+        vocab,
+        objective.ignore_index,
+        float(objective.label_smoothing),
+        float(objective.z_loss),
+        float(objective.softcap or 1.0),
+        FORWARD=dlosses is None,
+        BACKWARD=dlogits is not None,
+        HAS_SMOOTHING=objective.label_smoothing > 0,
+        HAS_SOFTCAP=objective.softcap is not None,
+        **launch_options(vocab, logits.dtype, objective.softcap is not None),
+    )
+    if dlogits is not None:
+        # Autograd does not see a Triton store: whoever saved these logits must now raise, not read gradients.
+        torch.autograd.graph.increment_version(dlogits)
+
+
+def launch_options(vocab: int, dtype: torch.dtype, has_softcap: bool, warp_size: int = WARP_SIZE) -> dict[str, int]:
+    """Tile width, warps and register limit for rows of `vocab` logits, as keyword arguments of the kernel.
+
+    A lane takes 16 elements of a tile, which is two 16-byte loads of bf16 in flight, and 32 registers, so that 2048
+    lanes run on a multiprocessor. Wide rows get wide tiles: then the rows in flight fit into the L2 cache that the
+    second pass reads from. Measured on an H200, where 4 rows of 50304 bf16 logits a multiprocessor, or 2 of 128256,
+    are best.
+    """
+    block = min(max(triton.next_power_of_2(vocab), 128), 8192 if vocab <= 65536 else 16384)
+    options = {"BLOCK_V": block, "num_warps": max(block // (16 * warp_size), 1)}
+    if warp_size == 32 and dtype.itemsize == 2 and not has_softcap:  # fp32 and softcap would spill
+        options["maxnreg"] = 32
+    return options
