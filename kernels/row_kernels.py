@@ -253,6 +253,7 @@ def launch_options(vocab: int, dtype: torch.dtype, has_softcap: bool, warp_size:
     """
     block = min(max(triton.next_power_of_2(vocab), 128), 8192 if vocab <= 65536 else 16384)
     options = {"BLOCK_V": block, "num_warps": max(block // (16 * warp_size), 1)}
-    if warp_size == 32 and dtype.itemsize == 2 and not has_softcap:  # fp32 and softcap would spill
+    # An element-wise mask (V not a multiple of 16), fp32 and softcap would spill.
+    if warp_size == 32 and vocab % 16 == 0 and dtype.itemsize == 2 and not has_softcap:
         options["maxnreg"] = 32
     return options

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from heads import IGNORE, assert_as_good_as_eager, eager, gold, make_head, relative_error, sums_and_gradients
 from test_cross_entropy import OBJECTIVES
 
@@ -41,7 +42,7 @@ def peak_mib(function) -> float:
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-@pytest.mark.parametrize("vocab", [97, 50257])
+@pytest.mark.parametrize("vocab", [97, 257, 50257])
 def test_every_backend_is_as_good_as_eager(vocab, objective, backend, dtype):
     hidden, weight, bias, labels = cuda_head(331, vocab, 72, dtype, bias=True)
 
@@ -66,6 +67,42 @@ def test_large_vocabularies_are_as_good_as_eager(vocab, scale, reduction):
     ours = sums_and_gradients(loss, {"hidden": hidden, "weight": weight})
     arguments = (hidden, weight, None, labels, Objective())
     assert_as_good_as_eager(ours, eager(*arguments), gold(*arguments), 2**-9)
+
+
+def corner(name: str, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Changes fp32 `logits` [N, V] in place into what the name says."""
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    if name == "confident":
+        logits[rows, labels] += torch.linspace(0, 60, len(rows), device=logits.device)
+    elif name == "common offset":
+        logits += torch.linspace(-3000, 3000, len(rows), device=logits.device)[:, None]
+    elif name == "minus infinity":
+        kept = logits[rows, labels].clone()
+        logits[:, : logits.shape[1] * 9 // 10] = -float("inf")
+        logits[rows, labels] = kept
+    elif name == "alone":
+        logits.fill_(-float("inf"))
+        logits[rows, labels] = 1.0
+
+
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("name", ["flat", "confident", "common offset", "minus infinity", "alone"])
+@pytest.mark.parametrize("vocab", [97, 257, 32000, 50257, 50304, 128256])
+def test_corners_of_logits_are_as_good_as_eager(vocab, name, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(131, vocab, device="cuda", generator=generator) * 2
+    labels = torch.randint(vocab, (131,), device="cuda", generator=generator, dtype=torch.int32)
+    corner(name, logits, labels.long())
+    logits = logits.to(dtype)
+    labels[7] = IGNORE
+
+    def eager(logits):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, labels.long(), reduction="sum")
+
+    ours = sums_and_gradients(lambda logits: cross_entropy(logits * 1, labels, reduction="sum"), {"logits": logits})
+    theirs, right = (sums_and_gradients(eager, {"logits": tensor}) for tensor in (logits, logits.double()))
+    assert_as_good_as_eager(ours, theirs, right, FLOORS[dtype])
 
 
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -102,6 +139,56 @@ def test_more_logits_than_int32_can_count(reduction):
     assert logits[-1, 50256].item() == pytest.approx((p - 1) / n, rel=1e-2)
     assert logits[-1, 0].item() == pytest.approx(p / 148.413 / n, rel=1e-2)
     assert logits[0, 50256].item() == pytest.approx((1 / 50257 - 1) / n, rel=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["naive", "fused, one chunk"])
+def test_more_logits_than_int32_can_count_in_a_head(backend):
+    """The last token alone has a logit of 5, at its label."""
+    hidden = torch.zeros(43008, 8, dtype=torch.bfloat16, device="cuda")
+    hidden[-1, 0] = 1.0
+    weight = torch.zeros(50257, 8, dtype=torch.bfloat16, device="cuda")
+    weight[-1, 0] = 5.0
+    labels = torch.full((43008,), 50256, device="cuda")
+    ours = sums_and_gradients(
+        lambda hidden, weight: BACKENDS[backend](hidden, weight, labels).loss,
+        {"hidden": hidden, "weight": weight},
+        upstream=1.0,
+    )
+    assert ours["loss"].item() == pytest.approx(43007 * 10.824905 + 5.827834, rel=1e-6)
+    p = torch.exp(torch.tensor(-5.827834)).item()
+    assert ours["dhidden"][-1, 0].item() == pytest.approx(5 * (p - 1), rel=1e-2)
+    assert ours["dhidden"][0, 0].item() == pytest.approx(5 * (1 / 50257 - 1), rel=1e-2)
+    assert ours["dweight"][-1, 0].item() == pytest.approx(p - 1, rel=1e-2)
+    assert ours["dweight"][0, 0].item() == pytest.approx(p / 148.413, rel=1e-2)
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(2048, 32000), (600, 50257)])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_scaled_fp16_gradient_does_not_vanish(backend, n, vocab):
+    """1 / (V N) is below fp16's smallest number, 65536 times as much is not."""
+    hidden = torch.zeros(n, 16, device="cuda").requires_grad_()
+    with torch.no_grad():
+        hidden[:, 0] = 1.0
+    weight = torch.zeros(vocab, 16, device="cuda").requires_grad_()
+    labels = torch.zeros(n, dtype=torch.int64, device="cuda")
+    scaler = torch.amp.GradScaler("cuda", init_scale=65536.0)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = backend(hidden, weight, labels).loss / n
+    assert loss.dtype == torch.float32
+    scaler.scale(loss).backward()
+    assert torch.isfinite(weight.grad).all()
+    torch.testing.assert_close(
+        weight.grad[1:, 0], torch.full_like(weight.grad[1:, 0], 65536 / vocab), rtol=1e-2, atol=0
+    )
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(2048, 32000), (600, 50257)])
+def test_a_scaled_fp16_gradient_over_logits_does_not_vanish(n, vocab):
+    leaf = torch.zeros(n, vocab, dtype=torch.float16, device="cuda", requires_grad=True)
+    (cross_entropy(leaf, torch.zeros(n, dtype=torch.int64, device="cuda")) * 65536).backward()
+    torch.testing.assert_close(
+        leaf.grad[:, 1:], torch.full_like(leaf.grad[:, 1:], 65536 / (vocab * n)), rtol=1e-2, atol=0
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
@@ -158,6 +245,37 @@ def test_repeats_are_identical_bit_for_bit(vocab):
         assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
+# one vocabulary for each number of warps that is launched, and those that a race would show in
+@pytest.mark.parametrize("vocab", [97, 1000, 2000, 4000, 50257, 65537, 131072])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_no_warp_overtakes_another(vocab, dtype):
+    """The label's logit is read before it is overwritten, and every launch gives the same bits."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(1031, vocab, device="cuda", generator=generator, dtype=dtype) * 3
+    labels = torch.randint(vocab, (1031,), device="cuda", generator=generator)
+    alone, first = (Rows.empty(1031, logits.device) for _ in range(2))
+    row_kernels.forward_rows(logits, labels, Objective(), alone)
+    gradient = logits.clone()
+    row_kernels.forward_backward_rows_(gradient, labels, Objective(), first)
+    apart = torch.empty_like(logits)
+    ones = torch.ones(1031, device="cuda")
+    row_kernels.backward_rows(logits, labels, Objective(), alone.row_max, alone.log_sum, ones, apart)
+    assert torch.equal(gradient, apart)
+    assert all(torch.equal(*pair) for pair in zip(first, alone, strict=True))
+    for _ in range(50):
+        again, rows = logits.clone(), Rows.empty(1031, logits.device)
+        row_kernels.forward_backward_rows_(again, labels, Objective(), rows)
+        assert torch.equal(again, gradient)
+        assert all(torch.equal(*pair) for pair in zip(rows, first, strict=True))
+
+
+def test_the_race_hunt_launches_every_number_of_warps():
+    def warps(vocab):
+        return row_kernels.launch_options(vocab, torch.bfloat16, False)["num_warps"]
+
+    assert {warps(v) for v in (97, 1000, 2000, 4000, 50257, 65537, 131072)} == {warps(2**n) for n in range(20)}
+
+
 @pytest.mark.parametrize("vocab", [50304, 50257])
 @pytest.mark.parametrize("n", [8192, 16384])
 def test_the_transient_is_one_chunk_and_does_not_grow_with_tokens(vocab, n):
@@ -203,6 +321,21 @@ def test_peaks_fall_from_naive_to_inplace_to_fused():
     assert peaks["naive"] > 5 * logits
     assert logits < peaks["inplace"] < 1.5 * logits
     assert peaks["fused"] < 0.5 * logits
+
+
+def test_a_frozen_head_costs_no_gradient_buffer():
+    hidden, weight, _, labels = cuda_head(2048, 50304, 512)
+    hidden.requires_grad_()
+
+    def step():
+        linear_cross_entropy(hidden, weight, labels, chunk=256).backward()
+
+    step()
+    frozen = peak_mib(step)
+    weight.requires_grad_()
+    step()
+    weight.grad = None
+    assert peak_mib(step) - frozen > 4 * weight.numel() / MIB
 
 
 def test_ignored_rows_do_not_reach_the_gradients():
