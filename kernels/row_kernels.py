@@ -16,6 +16,8 @@ end of the row to its start, so that it finds a part of the row in the L2 cache.
 Online softmax: Milakov and Gimelshein 2018. Gradient over the logits: mgmalek/efficient_cross_entropy, Liger-Kernel.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,7 @@ from .reference import Objective, Rows
 
 PER_LANE = tl.constexpr(8)  # classes whose statistics one lane keeps by itself; one 16-byte load of bf16
 WARP_SIZE = 64 if torch.version.hip else 32
+IGNORED, BAD = tl.constexpr(-1), tl.constexpr(-2)  # what stands for a label that is ignore_index, or no class
 
 
 @triton.jit
@@ -35,25 +38,15 @@ def _softcapped(x, softcap, HAS_SOFTCAP: tl.constexpr):
     slope = 1.0
     if HAS_SOFTCAP:
         # tanh written out, because not every Triton version has one. Near 0 the quotient cancels: a series takes over.
-        u = z / softcap
+        u = z * (1 / softcap)
         square = u * u
         series = u * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
         decay = tl.exp(-2 * tl.abs(u))
-        quotient = (1 - decay) / (1 + decay)
+        inverse = 1 / (1 + decay)
+        quotient = (1 - decay) * inverse
         z = softcap * tl.where(tl.abs(u) < 0.25, series, tl.where(u < 0, -quotient, quotient))
-        slope = 4 * decay / ((1 + decay) * (1 + decay))  # 1 - tanh^2 would lose its digits where tanh is near 1
+        slope = 4 * decay * inverse * inverse  # 1 - tanh^2 would lose its digits where tanh is near 1
     return z, slope
-
-
-@triton.jit
-def _load_tile(row_ptr, columns, stride_v, V, is_whole, EVICTION: tl.constexpr):
-    """Logits of `columns`, -inf beyond the row. A mask costs the wide loads, so only the last tile has one."""
-    pointers = row_ptr + columns.to(tl.int64) * stride_v
-    if is_whole:
-        x = tl.load(pointers, eviction_policy=EVICTION)
-    else:
-        x = tl.load(pointers, mask=columns < V, other=-float("inf"), eviction_policy=EVICTION)
-    return x
 
 
 @triton.jit
@@ -67,31 +60,79 @@ def _statistics(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """(m, l, sum (z - origin)) of one row; the last is 0 unless HAS_SMOOTHING."""
+    """Per lane (m, l, sum (z - origin)) of the classes below V // 16 * 16; the last is 0 unless HAS_SMOOTHING."""
     LANES: tl.constexpr = BLOCK_V // PER_LANE
     lane_max = tl.full([LANES], -float("inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     lane_total = tl.zeros([LANES], tl.float32)
-    for start in range(0, V, BLOCK_V):
+    end = V // 16 * 16
+    for start in range(0, end, BLOCK_V):
         columns = start + tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
-        x = _load_tile(row_ptr, columns, stride_v, V, start + BLOCK_V <= V, "evict_last")
-        z, _ = _softcapped(x, softcap, HAS_SOFTCAP)
+        is_whole = start + BLOCK_V <= end
+        z, _ = _load(row_ptr, columns, stride_v, end, is_whole, softcap, HAS_SOFTCAP, "evict_last")
         if HAS_SMOOTHING:
-            lane_total += tl.sum(tl.where(columns < V, z - origin, 0.0), 1)
-        if HAS_SOFTCAP:
-            z = tl.where(columns < V, z, -float("inf"))
+            lane_total += tl.sum(tl.where(columns < end, z - origin, 0.0), 1)
         new_max = tl.maximum(lane_max, tl.max(z, 1))
         anchor = _finite(new_max)
         lane_sum = lane_sum * tl.exp(lane_max - anchor) + tl.sum(tl.exp(z - anchor[:, None]), 1)
         lane_max = new_max
-    row_max = tl.max(lane_max, 0)
-    return row_max, tl.sum(lane_sum * tl.exp(lane_max - _finite(row_max)), 0), tl.sum(lane_total, 0)
+    return lane_max, lane_sum, lane_total
+
+
+@triton.jit
+def _load(row_ptr, columns, stride_v, end, is_whole, softcap, HAS_SOFTCAP: tl.constexpr, EVICTION: tl.constexpr):
+    """(z, dz/dx) of `columns` in fp32; z is -inf from `end` on, and `is_whole` says that no column is."""
+    pointers = row_ptr + columns.to(tl.int64) * stride_v
+    if is_whole:
+        x = tl.load(pointers, eviction_policy=EVICTION)
+    else:
+        x = tl.load(pointers, mask=columns < end, other=-float("inf"), eviction_policy=EVICTION)
+    z, slope = _softcapped(x, softcap, HAS_SOFTCAP)
+    if HAS_SOFTCAP:
+        z = tl.where(columns < end, z, -float("inf"))
+    return z, slope
 
 
 @triton.jit
 def _finite(maximum):
     """`maximum`, or 0 where all was -inf so far: there -inf - (-inf) would be NaN, and exp(-inf - 0) is 0."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def _store_gradient(
+    row_ptr,
+    drow_ptr,
+    stride_v,
+    dstride_v,
+    start,
+    end,
+    label,
+    row_max,
+    log_sum,
+    p_scale,
+    uniform,
+    label_scale,
+    softcap,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes p_scale * p - uniform, less `label_scale` at the label, over the WIDTH classes from `start` to `end`."""
+    columns = start + tl.arange(0, WIDTH)
+    is_whole = start + WIDTH <= end
+    z, slope = _load(row_ptr, columns, stride_v, end, is_whole, softcap, HAS_SOFTCAP, "evict_first")
+    gradient = p_scale * tl.exp((z - row_max) - log_sum)
+    if HAS_SMOOTHING:
+        gradient -= uniform
+    if (label >= start) & (label < start + WIDTH):
+        gradient -= tl.where(columns == label, label_scale, 0.0)
+    gradient = tl.where(label >= 0, gradient * slope, 0.0)
+    pointers = drow_ptr + columns.to(tl.int64) * dstride_v
+    if is_whole:
+        tl.store(pointers, gradient, eviction_policy="evict_first")
+    else:
+        tl.store(pointers, gradient, mask=columns < end, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -122,29 +163,35 @@ def _rows_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * stride_n passes 2**31 at the lengths we sweep
     row_ptr = logits_ptr + row * stride_n
     label = tl.load(labels_ptr + row).to(tl.int64)
-    is_ignored = label == ignore_index
-    is_kept = (label >= 0) & (label < V) & (label != ignore_index)
-    label = tl.where(is_kept, label, -1).to(tl.int32)
+    is_class = (label >= 0) & (label < V)
+    label = tl.where(label == ignore_index, IGNORED, tl.where(is_class, label, BAD)).to(tl.int32)
+    # The tiles end at a multiple of 16, so that their loads and stores stay wide; up to 15 classes are left.
+    end = V // 16 * 16
 
     if FORWARD:
-        # Read before pass 1, whose reductions are barriers: no warp can overwrite the label's logit before all have it.
-        x_label = tl.load(row_ptr + label * stride_v, mask=is_kept, other=0.0)
+        # Read before the reductions over lanes, which are barriers: no warp overwrites it before every warp has it.
+        x_label = tl.load(row_ptr + label.to(tl.int64) * stride_v, mask=label >= 0, other=0.0)
         z_label, _ = _softcapped(x_label, softcap, HAS_SOFTCAP)
         # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
         origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
-        row_max, row_sum, total = _statistics(
+        lane_max, lane_sum, lane_total = _statistics(
             row_ptr, stride_v, V, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V
         )
-        log_sum = tl.log(row_sum)
+        rest = end + tl.arange(0, 16)
+        z_rest, _ = _load(row_ptr, rest, stride_v, V, False, softcap, HAS_SOFTCAP, "evict_last")
+        row_max = tl.maximum(tl.max(lane_max, 0), tl.max(z_rest, 0))
+        anchor = _finite(row_max)
+        log_sum = tl.log(tl.sum(lane_sum * tl.exp(lane_max - anchor), 0) + tl.sum(tl.exp(z_rest - anchor), 0))
         cross_entropy = log_sum - (z_label - row_max)
         loss = cross_entropy
         if HAS_SMOOTHING:
+            total = tl.sum(lane_total, 0) + tl.sum(tl.where(rest < V, z_rest - origin, 0.0), 0)
             uniform = log_sum - ((origin - row_max) + total / V)
             loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
         loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
-        missing = tl.where(is_ignored, 0.0, float("nan"))
-        tl.store(losses_ptr + row, tl.where(is_kept, loss, missing))
-        tl.store(cross_entropies_ptr + row, tl.where(is_kept, cross_entropy, missing))
+        missing = tl.where(label == IGNORED, 0.0, float("nan"))
+        tl.store(losses_ptr + row, tl.where(label >= 0, loss, missing))
+        tl.store(cross_entropies_ptr + row, tl.where(label >= 0, cross_entropy, missing))
         tl.store(row_max_ptr + row, row_max)
         tl.store(log_sum_ptr + row, log_sum)
         scale = 1.0
@@ -158,24 +205,18 @@ def _rows_kernel(
         p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
         uniform = scale * label_smoothing / V
         label_scale = scale * (1 - label_smoothing)
+        if end < V:
+            _store_gradient(
+                row_ptr, drow_ptr, stride_v, dstride_v, end, V, label, row_max, log_sum,
+                p_scale, uniform, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, 16,
+            )  # fmt: skip
         # From the end of the row to its start: what was read last is still in the cache.
-        for offset in range(0, V, BLOCK_V):
-            start = (V - 1) // BLOCK_V * BLOCK_V - offset
-            columns = start + tl.arange(0, BLOCK_V)
-            is_whole = start + BLOCK_V <= V
-            x = _load_tile(row_ptr, columns, stride_v, V, is_whole, "evict_first")
-            z, slope = _softcapped(x, softcap, HAS_SOFTCAP)
-            gradient = p_scale * tl.exp((z - row_max) - log_sum)
-            if HAS_SMOOTHING:
-                gradient -= uniform
-            if (label >= start) & (label < start + BLOCK_V):
-                gradient -= tl.where(columns == label, label_scale, 0.0)
-            gradient = tl.where(label >= 0, gradient * slope, 0.0)
-            pointers = drow_ptr + columns.to(tl.int64) * dstride_v
-            if is_whole:
-                tl.store(pointers, gradient, eviction_policy="evict_first")
-            else:
-                tl.store(pointers, gradient, mask=columns < V, eviction_policy="evict_first")
+        tiles = tl.cdiv(end, BLOCK_V)
+        for tile in range(tiles):
+            _store_gradient(
+                row_ptr, drow_ptr, stride_v, dstride_v, (tiles - 1 - tile) * BLOCK_V, end, label, row_max, log_sum,
+                p_scale, uniform, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
 
 
 def runs_triton(tensor: Tensor) -> bool:
@@ -236,24 +277,34 @@ def _launch(
         BACKWARD=dlogits is not None,
         HAS_SMOOTHING=objective.label_smoothing > 0,
         HAS_SOFTCAP=objective.softcap is not None,
-        **launch_options(vocab, logits.dtype, objective.softcap is not None),
+        **launch_options(logits, dlogits, objective.softcap is not None),
     )
     if dlogits is not None:
         # Autograd does not see a Triton store: whoever saved these logits must now raise, not read gradients.
         torch.autograd.graph.increment_version(dlogits)
 
 
-def launch_options(vocab: int, dtype: torch.dtype, has_softcap: bool, warp_size: int = WARP_SIZE) -> dict[str, int]:
-    """Tile width, warps and register limit for rows of `vocab` logits, as keyword arguments of the kernel.
+def launch_options(logits: Tensor, dlogits: Tensor | None, has_softcap: bool) -> dict[str, int]:
+    """Tile width, warps and register limit as keyword arguments of the kernel.
 
     A lane takes 16 elements of a tile, which is two 16-byte loads of bf16 in flight, and 32 registers, so that 2048
-    lanes run on a multiprocessor. Wide rows get wide tiles: then the rows in flight fit into the L2 cache that the
-    second pass reads from. Measured on an H200, where 4 rows of 50304 bf16 logits a multiprocessor, or 2 of 128256,
-    are best.
+    lanes run on a multiprocessor. Forward alone reads a row once, and is fastest with many small programs. Where a
+    second pass follows, wide rows get wide tiles: few rows are in flight then, and fit into the L2 cache. Measured on
+    an H200 for rows of 8192 to 256000 bf16 logits.
     """
-    block = min(max(triton.next_power_of_2(vocab), 128), 8192 if vocab <= 65536 else 16384)
-    options = {"BLOCK_V": block, "num_warps": max(block // (16 * warp_size), 1)}
-    # An element-wise mask (V not a multiple of 16), fp32 and softcap would spill.
-    if warp_size == 32 and vocab % 16 == 0 and dtype.itemsize == 2 and not has_softcap:
+    width = triton.next_power_of_2(logits.shape[1])
+    block = 2048 if dlogits is None else min(max(width // 8, 2048), 16384)
+    if any(tensor is not None and tensor.stride(0) % 16 for tensor in (logits, dlogits)):
+        block = 1024  # rows that start anywhere are read element by element
+    block = max(min(block, width), 128)
+    options = {"BLOCK_V": block, "num_warps": max(block // (16 * WARP_SIZE), 1)}
+    # Without a limit the widest programs take more. fp32, softcap and sm_100, where it was not measured, would spill.
+    is_plain = logits.itemsize == 2 and not has_softcap
+    if options["num_warps"] == 32 and is_plain and compute_capability(logits.device) < (10, 0):
         options["maxnreg"] = 32
     return options
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
