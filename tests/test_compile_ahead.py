@@ -85,7 +85,8 @@ for vocab, stride, dtype, objective in (
         used = resources(binary)
         spills = used["vgpr_spill_count" if backend == "hip" else "STACK"]
         name = " ".join(k for k in ("FORWARD", "BACKWARD", "HAS_SMOOTHING", "HAS_SOFTCAP") if launched[k])
-        print(f"[N, {vocab}] of {stride} {dtype} {name}: {binary.metadata.num_warps} warps, {used}, {spills} bytes spilled")
+        shape = f"[N, {vocab}] of {stride} {dtype}"
+        print(f"{shape} {name}: {binary.metadata.num_warps} warps, {used}, {spills} bytes spilled")
     launches.clear()
 """
 

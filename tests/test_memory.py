@@ -50,6 +50,18 @@ def test_writing_in_place_or_into_a_buffer_counts_nothing(empty_meter):
     assert (empty_meter.bytes, empty_meter.peak) == (before, before)
 
 
+def test_what_a_custom_operator_frees_inside_itself_is_seen(empty_meter):
+    @torch.library.custom_op("logitless_test::two_copies", mutates_args=())
+    def two_copies(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        return y + 1
+
+    x = torch.empty(1000)
+    y = two_copies(x)
+    assert (empty_meter.bytes, empty_meter.peak) == (8000, 12000)
+    assert len(y) == 1000
+
+
 def test_a_new_tensor_at_a_freed_address_counts_again(empty_meter):
     for _ in range(50):
         made = torch.empty(1000)

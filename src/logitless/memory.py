@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 GIB = 2**30
+CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class CudaMeter:
@@ -39,7 +40,7 @@ class CudaMeter:
 class LiveTensorMeter(TorchDispatchMode):
     """`peak_live_tensor_gib`: bytes of the storages that operators returned, and of a module's, while they are alive.
 
-    What an operator allocates and frees inside itself is not seen.
+    What an operator of PyTorch allocates and frees inside itself is not seen; a custom one's own operators are.
     """
 
     def __init__(self, module: nn.Module):
@@ -50,7 +51,12 @@ class LiveTensorMeter(TorchDispatchMode):
             self._add(tensor)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function.namespace == "aten":
+            result = function(*args, **kwargs)
+        else:
+            with self:  # its CPU kernel is Python
+                result = function.redispatch(CPU_KERNEL, *args, **kwargs)
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 self._add(leaf)
