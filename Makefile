@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test lint report clean
+.PHONY: help install train test lint bench report clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -23,6 +23,9 @@ test: install  ## run the whole suite; tests that need a GPU say that they were 
 lint: install  ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+bench: install  ## compare implementations of the loss on two small shapes; a GPU deserves larger ones
+	$(BIN)/python scripts/bench.py --shapes 2048x4096x128,2048x4096 --dtype fp32 --inputs peaked
 
 report: install  ## draw docs/figures from the records in docs/results
 	$(BIN)/python scripts/report.py docs/results/small_h200 --out docs/figures

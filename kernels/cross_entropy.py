@@ -50,8 +50,9 @@ class _CrossEntropy(torch.autograd.Function):
 def _may_overwrite(logits: Tensor) -> bool:
     """Whether the gradient may take the logits' memory.
 
-    Not that of leaves, of views of leaves, or of elements that share memory. Nor under saved-tensor hooks (activation
-    checkpointing, offloading): tensors that went through a hook are not checked for having been overwritten.
+    Not that of leaves, of views of leaves, or of elements that share memory. Nor where autograd does not check that a
+    saved tensor was overwritten: under saved-tensor hooks (activation checkpointing, offloading), and in compiled code,
+    which may have saved the logits that it returned.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
@@ -61,7 +62,7 @@ def _may_overwrite(logits: Tensor) -> bool:
         if size > 1 and stride <= reach:
             return False
         reach += stride * (size - 1)
-    return not owner.is_leaf
+    return not owner.is_leaf and type(owner.grad_fn).__name__ != "CompiledFunctionBackward"
 
 
 @torch.library.custom_op("logitless::cross_entropy", mutates_args=())
@@ -161,7 +162,8 @@ def cross_entropy(
     Forward leaves `input` alone, so metrics may be taken from it until backward. Backward destroys it, and with it that
     part of a tensor it is a view of; an operation that saved `input` for its own backward (a softmax or tanh that made
     it) raises RuntimeError there. The gradient takes a buffer of its own if `input` is a leaf, a view of a leaf, or has
-    rows that share memory, or if forward ran under saved-tensor hooks, such as those of activation checkpointing.
+    rows that share memory, if compiled code returned it, or if forward ran under saved-tensor hooks, such as those of
+    activation checkpointing.
 
     Args:
         input: [N, V] logits, fp32, bf16 or fp16, any strides.

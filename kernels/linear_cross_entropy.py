@@ -62,6 +62,8 @@ def _save_gradients(ctx, inputs, output):
 
 def _scale_gradients(ctx, dloss, *_):
     refuse_double_backward()
+    if dloss is None:  # what comes after the loss has no gradient
+        return (None,) * 11
     if ctx.is_used:
         raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
     ctx.is_used = True
@@ -150,6 +152,8 @@ def _save_inputs(ctx, inputs, output):
 
 def _compute_again(ctx, dlosses, *_):
     refuse_double_backward()
+    if dlosses is None:
+        return (None,) * 11
     gradients = _per_token_backward(dlosses.contiguous(), *ctx.saved_tensors, *ctx.options)
     wanted = ctx.options[2]
     return *(g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)), *[None] * 8
@@ -183,6 +187,7 @@ def _arguments(
         dtypes = [str(tensor.dtype) for tensor in (hidden, weight, bias) if tensor is not None]
         raise ValueError(f"hidden, weight and bias must have one dtype outside autocast, got {', '.join(dtypes)}")
     wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    chunk = min(chunk, schedules.largest_chunk(weight.shape[0]))
     return hidden, weight, bias, labels.long().contiguous(), compute_dtype, chunk, wanted, *astuple(objective)
 
 
@@ -252,7 +257,7 @@ def linear_cross_entropy(
         label_smoothing: eps in [0, 1).
         z_loss: factor of lse^2, >= 0.
         softcap: c of c * tanh(logits / c), or None.
-        chunk: rows of logits alive at once, >= 1; the last chunk may be short.
+        chunk: rows of logits alive at once, >= 1; the last chunk may be short. Chunks of 2**31 logits or more are cut.
 
     Returns:
         [] fp32 in nats, or [...] like `target` for reduction "none".

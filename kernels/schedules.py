@@ -24,6 +24,9 @@ from .reference import Objective, Rows
 ROW_ALIGNMENT = 64
 GEMM_ALIGNMENT = 8
 
+# cuBLAS has kernels that count elements in int32, and write elsewhere beyond (43008 x 50304, H200).
+MAX_ELEMENTS = 2**31 - 1
+
 
 class Head(NamedTuple):
     """hidden [N, D], weight [V, D] and bias [V] or None, all in the dtype to compute in."""
@@ -39,6 +42,11 @@ class Gradients(NamedTuple):
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+
+
+def largest_chunk(vocab: int) -> int:
+    """Rows of logits that may be alive at once."""
+    return max(MAX_ELEMENTS // _padded(vocab), 1)
 
 
 def empty_gradients(
@@ -92,8 +100,7 @@ def token_chunks_backward(
 def _logits_of_chunks(head: Head, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """Yields each slice of tokens and its logits [<= chunk, V], always in the same buffer."""
     n_tokens, vocab = head.hidden.shape[0], head.weight.shape[0]
-    padded = -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    buffer = head.weight.new_empty(min(chunk, n_tokens), padded)[:, :vocab]
+    buffer = head.weight.new_empty(min(chunk, n_tokens), _padded(vocab))[:, :vocab]
     for start in range(0, max(n_tokens, 1), chunk):  # no tokens: one empty chunk, which makes the gradients zero
         part = slice(start, min(start + chunk, n_tokens))
         logits = buffer[: part.stop - start]
@@ -104,6 +111,10 @@ def _logits_of_chunks(head: Head, chunk: int) -> Iterator[tuple[slice, Tensor]]:
             else:
                 torch.addmm(head.bias[classes], head.hidden[part], weight, out=out)
         yield part, logits
+
+
+def _padded(vocab: int) -> int:
+    return -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def _aligned_parts(vocab: int) -> list[slice]:

@@ -1,96 +1,50 @@
-"""Draws the runs in some folders side by side: training loss, its difference from the naive run's, and peak memory.
+"""Draws figures of runs, and of what scripts/bench.py measured.
 
     python scripts/report.py runs/2026-01-31_12-00-00 --out figures
+    python scripts/report.py docs/results/bench_h200/head.jsonl docs/results/bench_h200/scaling.jsonl --out figures
 
-A run that did not finish, or had one step only, is named and left out.
+Of runs (`backends`): training loss, its difference from the naive run's, and peak memory; a run that did not finish,
+or had one step only, is named and left out. Of the benchmark: time against transient memory, one point a method, for
+the shapes that are not part of a sweep (`head_time_memory`); and both against N, V and D (`head_scaling`), where three
+shapes or more differ in one size only.
 """
 
 import _path  # isort: skip  # noqa: F401
 
 import argparse
-import csv
 from pathlib import Path
 
-import altair as alt
-
+from logitless import figures, head_figures
 from logitless.records import read_records
-
-PEAKS = {"peak_allocated_gib": "peak allocated (GiB)", "peak_live_tensor_gib": "peak of live tensors (GiB)"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders with runs, or record.jsonl files")
-    parser.add_argument("--out", type=Path, required=True, help="folder for backends.svg and backends.png")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with runs, or files of JSON lines")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the figures, as .svg and .png")
     arguments = parser.parse_args()
     if missing := [str(path) for path in arguments.runs if not path.exists()]:
         parser.error(f"there is no {', '.join(missing)}")
-    records = []
+    runs, rows = [], []
     for record in read_records(arguments.runs):
-        if record["status"] == "ok" and any(unit in record for unit in PEAKS):
-            records.append(record)
+        if "method" in record:
+            rows.append(record)
+        elif record["status"] == "ok" and any(unit in record for unit in figures.PEAKS):
+            runs.append(record)
         else:
             print(f"left out: {record['run_dir']}, {record['status']} after {record.get('steps', 0)} steps")
-    if not records:
+    charts = {
+        "backends": figures.backends(runs) if runs else None,
+        "head_time_memory": head_figures.head_time_memory(rows),
+        "head_scaling": head_figures.head_scaling(rows),
+    }
+    if not any(charts.values()):
         parser.error(f"nothing to draw in {' '.join(map(str, arguments.runs))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for suffix in ("svg", "png"):
-        figure(records).save(arguments.out / f"backends.{suffix}", ppi=144)
-        print(arguments.out / f"backends.{suffix}")
-
-
-def figure(records: list[dict]) -> alt.HConcatChart:
-    """Training loss, its difference from the first run's, and the peak memory of each record; naive comes first."""
-    records = sorted(records, key=lambda record: record["backend"] != "naive")
-    labels = [label(record) for record in records]
-    color = alt.Color("label:N", sort=labels, scale=alt.Scale(domain=labels), legend=None)
-    tokens = alt.X("tokens:Q", title="tokens", axis=alt.Axis(format="~s"))
-    curves = alt.Chart(alt.Data(values=[point for record in records for point in curve(record, records[0])]))
-    loss = curves.mark_line(strokeWidth=1.2).encode(
-        x=tokens, y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)), color=color
-    )
-    difference = curves.mark_line(strokeWidth=1.2).encode(
-        x=tokens, y=alt.Y("difference:Q", title=f"difference from {labels[0]} (%)"), color=color
-    )
-    unit = next(name for name in PEAKS if name in records[0])
-    values = [{"label": label(record), "peak": record[unit]} for record in records]
-    largest = max(value["peak"] for value in values)
-    peak = alt.X("peak:Q", title=PEAKS[unit], scale=alt.Scale(domain=[0, 1.15 * largest]))
-    bars = alt.Chart(alt.Data(values=values)).encode(x=peak, y=alt.Y("label:N", title=None, sort=labels))
-    numbers = bars.mark_text(align="left", dx=4).encode(text=alt.Text("peak:Q", format=".2f"))
-    memory = (bars.mark_bar().encode(color=color) + numbers).properties(width=280, height=75)
-    right = alt.vconcat(memory, difference.properties(width=280, height=90))
-    return alt.hconcat(loss.properties(width=330, height=240), right).properties(title=title(records[0]))
-
-
-def label(record: dict) -> str:
-    return record["backend"] + (f", chunk={record['chunk']}" if record["chunk"] else "")
-
-
-def title(record: dict) -> alt.TitleParams:
-    """Device, versions, and the overrides that the runs share."""
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton", "lightning"))
-    private = ("loss=", "hydra.", "logger=")
-    shared = " ".join(word for word in record["command"].split() if not word.startswith(private))
-    commit = f", commit {record['commit']}" if record["commit"] else ""
-    subtitle = [f"{record['device']}, {versions}{commit}", f"python scripts/train.py {shared}"]
-    return alt.TitleParams("One run with each loss backend", subtitle=subtitle, anchor="start")
-
-
-def curve(record: dict, first: dict) -> list[dict]:
-    """The points of a record's training curve at the steps that the first record has too."""
-    right = losses(first)
-    return [
-        {"label": label(record), "tokens": tokens, "loss": loss, "difference": 100 * (loss / right[tokens] - 1)}
-        for tokens, loss in losses(record).items()
-        if tokens in right
-    ]
-
-
-def losses(record: dict) -> dict[int, float]:
-    """Training loss by tokens seen."""
-    with open(Path(record["run_dir"]) / record["curves"]) as stream:
-        return {int(row["tokens"]): float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]}
+    for name, chart in charts.items():
+        for suffix in ("svg", "png") if chart else ():
+            chart.save(arguments.out / f"{name}.{suffix}", ppi=144)
+            print(arguments.out / f"{name}.{suffix}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Times and measures implementations of a loss over a head, one after another, and prints and appends a row for each.
+
+    python scripts/bench.py --shapes 8192x128256x4096,32768x50304x768 --out docs/results/bench_h200/head.jsonl
+    python scripts/bench.py --shapes 8192x50304x768 --methods ours,Liger,CCE --inputs peaked --weight-dtype fp32
+    python scripts/bench.py --shapes 8192x128256                              # our kernels on logits alone
+
+Uses a GPU if there is one. A method is asked for by its name, or by the beginning of several names. With a weight of
+another dtype than --dtype everything runs inside autocast. scripts/report.py draws what --out gets.
+"""
+
+import _path  # isort: skip  # noqa: F401
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+
+from logitless.benchmark import Case, append_row, bench
+from logitless.problems import DTYPES, KINDS, Shape
+
+COLUMNS = ("forward ms", "backward ms", "total ms", "x GEMMs", "transient MiB", "loss", "dhidden", "dweight")
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", required=True, type=words, help="tokens x vocabulary x width, or without width")
+    parser.add_argument("--methods", type=words, help="names or their beginnings (default: all)")
+    parser.add_argument("--inputs", type=words, default=list(KINDS), help="uniform, peaked or both (default)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and logits (bf16)")
+    parser.add_argument("--weight-dtype", choices=DTYPES, help="of the weight (default: like --dtype)")
+    parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if unknown := set(arguments.inputs) - set(KINDS):
+        parser.error(f"--inputs {','.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    try:
+        shapes = [Shape.parse(text) for text in arguments.shapes]
+        dtypes = arguments.dtype, arguments.weight_dtype or arguments.dtype
+        cases = [Case(*pair, *dtypes, device) for pair in itertools.product(shapes, arguments.inputs)]
+        last = None
+        for row in bench(cases, arguments.methods):
+            last = show(row, last)
+            if arguments.out:
+                append_row(row, arguments.out)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def show(row: dict, last: tuple | None) -> tuple:
+    """Prints a row, under a heading if its case is not `last`; returns its case."""
+    case = tuple(row[key] for key in ("n_tokens", "vocab", "width", "inputs", "dtype", "weight_dtype"))
+    if case != last:
+        shape = Shape(*case[:3])
+        print(f"\n{shape} {', '.join(case[3:])} weight, {row['device']}, copies {row['copy_gb_per_s']:,.0f} GB/s")
+        print(f"{'method':32}" + "".join(f"{column:>14}" for column in COLUMNS))
+    if row["status"] != "ok":
+        print(f"{row['method']:32}  {row['status']}: {row['reason'].splitlines()[0][:120]}", flush=True)
+        return case
+    numbers = [row.get(key) for key in ("forward_ms", "backward_ms", "total_ms", "ratio", "transient_mib")]
+    cells = ["" if number is None else f"{number:,.3f}" for number in numbers]
+    cells += [f"{error:.1e}" for error in row.get("errors", {}).values()]
+    if "one_read_one_write_ms" in row:
+        cells[0] = ""
+        cells.append(f"   copies: {row['one_read_one_write_ms']:.3f}, {row['two_reads_one_write_ms']:.3f} ms")
+    print(f"{row['method']:32}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+    return case
+
+
+if __name__ == "__main__":
+    main()

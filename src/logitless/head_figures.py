@@ -1,0 +1,235 @@
+"""The figures of the benchmark, from the rows of `benchmark.py`.
+
+The subtitle of each names the devices, the versions, the commands and the commits that made its numbers.
+"""
+
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+import altair as alt
+
+AXES = {"n_tokens": "tokens N", "vocab": "vocabulary V", "width": "width D"}
+CASE = ("inputs", "dtype", "weight_dtype")
+LEAST_MIB = 1.0  # where a logarithmic axis begins
+PANEL_WIDTH, PANEL_HEIGHT = 430, 330  # pixels
+LETTER_WIDTH, LINE_HEIGHT = 6.2, 13  # pixels of a label
+
+
+class Sweeps(NamedTuple):
+    """A base shape, and for each of N, V and D the sizes (the base's too) of the shapes that differ in it alone."""
+
+    base: tuple[int, int, int]
+    sizes: dict[str, list[int]]
+
+    def shape(self, axis: str, size: int) -> tuple[int, int, int]:
+        """The base with another `size` on one axis."""
+        return tuple(size if name == axis else own for name, own in zip(AXES, self.base, strict=True))
+
+    def shapes(self) -> set[tuple[int, int, int]]:
+        return {self.shape(axis, size) for axis, sizes in self.sizes.items() for size in sizes}
+
+
+def shape_of(row: dict) -> tuple[int, int, int]:
+    return tuple(row[axis] for axis in AXES)
+
+
+def latest(rows: Iterable[dict]) -> list[dict]:
+    """The rows about heads, without those that a later row about the same replaces."""
+    kept = {(row["method"], shape_of(row), *(row[key] for key in CASE)): row for row in rows if row["width"]}
+    return list(kept.values())
+
+
+def find_sweeps(rows: Iterable[dict]) -> Sweeps | None:
+    """The sweeps around the shape that most others differ from in one size; None unless an axis has three sizes."""
+    shapes = sorted({shape_of(row) for row in rows})
+
+    def around(base: tuple) -> Sweeps:
+        near = [shape for shape in shapes if sum(map(int.__ne__, shape, base)) <= 1]
+        sizes = {axis: sorted({shape[i] for shape in near}) for i, axis in enumerate(AXES)}
+        return Sweeps(base, {axis: values for axis, values in sizes.items() if len(values) > 1})
+
+    best = max(map(around, shapes), key=lambda sweeps: len(sweeps.shapes()), default=None)
+    return best if best and max(map(len, best.sizes.values()), default=0) >= 3 else None
+
+
+def head_time_memory(rows: list[dict]) -> alt.VConcatChart | None:
+    """Time against transient memory, one point a method and one panel for each case that is not part of a sweep."""
+    rows = latest(rows)
+    sweeps = find_sweeps(rows)
+    alone = [row for row in rows if sweeps is None or shape_of(row) not in sweeps.shapes()]
+    panels = {}
+    for row in alone or rows:
+        panels.setdefault((shape_of(row), *(row[key] for key in CASE)), []).append(row)
+    drawn = {case: panel for case, panel in panels.items() if any(_is_measured(row) for row in panel)}
+    if not drawn:
+        return None
+    charts = [_time_memory_panel(case, panel) for case, panel in drawn.items()]
+    grid = alt.vconcat(*(alt.hconcat(*charts[i : i + 2]) for i in range(0, len(charts), 2)))
+    return grid.properties(
+        title=_provenance("Loss of a head, forward and backward", chain.from_iterable(drawn.values()))
+    )
+
+
+def _is_measured(row: dict) -> bool:
+    return row["status"] == "ok" and row.get("transient_mib") is not None
+
+
+def _time_memory_panel(case: tuple, rows: list[dict]) -> alt.LayerChart:
+    points = [
+        {"method": row["method"], "family": row["method"].split()[0], "ratio": row["ratio"]}
+        | {"mib": max(row["transient_mib"], LEAST_MIB)}
+        for row in rows
+        if _is_measured(row)
+    ]
+    x_scale = _Log([point["mib"] for point in points], PANEL_WIDTH)
+    y_scale = _Log([1.0, *(point["ratio"] for point in points)], PANEL_HEIGHT)
+    pixels = [(x_scale.pixel(point["mib"]), y_scale.pixel(point["ratio"])) for point in points]
+    labels = [point["method"] for point in points]
+    for point, label, (x, _), (left, middle) in zip(
+        points, labels, pixels, place_labels(pixels, labels, y_scale.pixel(1.0)), strict=True
+    ):
+        near = left - 2 if left > x else left + LETTER_WIDTH * len(label)
+        point |= {"label_mib": x_scale.value(left), "label_ratio": y_scale.value(middle), "near": x_scale.value(near)}
+    y_title = "time / time of the three GEMMs"
+    x = alt.X("mib:Q", title=f"transient memory (MiB, from {LEAST_MIB:g})", scale=x_scale.scale(), axis=x_scale.axis())
+    y = alt.Y("ratio:Q", title=y_title, scale=y_scale.scale(), axis=y_scale.axis())
+    base = alt.Chart(alt.Data(values=points)).encode(color=alt.Color("family:N", legend=None))
+    dots = base.mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y)
+    leaders = base.mark_rule(opacity=0.4).encode(x=x, y=y, x2="near:Q", y2="label_ratio:Q")
+    text = base.mark_text(align="left", baseline="middle").encode(x="label_mib:Q", y="label_ratio:Q", text="method:N")
+    limit = alt.Chart(alt.Data(values=[{"ratio": 1.0}])).mark_rule(strokeDash=[5, 4]).encode(y=y)
+    (n_tokens, vocab, width), inputs, dtype, weight_dtype = case
+    title = f"N = {n_tokens}, V = {vocab}, D = {width}, {inputs} inputs, {dtype}, {weight_dtype} weight"
+    missing = [f"{row['method']}: {row['status']}" for row in rows if not _is_measured(row)]
+    subtitle = textwrap.wrap(", ".join(missing), 80)
+    layers = alt.layer(limit, leaders, dots, text).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
+    return layers.properties(title=alt.TitleParams(title, subtitle=subtitle, anchor="start", fontSize=12))
+
+
+class _Log:
+    """A logarithmic axis of known length in pixels, with room around its values."""
+
+    def __init__(self, values: list[float], length: int):
+        margin = max((max(values) / min(values)) ** 0.12, 1.05)
+        self.low, self.high, self.length = min(values) / margin, max(values) * margin, length
+
+    def pixel(self, value: float) -> float:
+        return self.length * math.log(value / self.low) / math.log(self.high / self.low)
+
+    def value(self, pixel: float) -> float:
+        return self.low * (self.high / self.low) ** (pixel / self.length)
+
+    def scale(self) -> alt.Scale:
+        return alt.Scale(type="log", domain=[self.low, self.high], nice=False)
+
+    def axis(self) -> alt.Axis:
+        """Ticks at round numbers, as many as fit."""
+        wide = self.high / self.low > 30
+        steps = (1, 3) if wide else (1, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        return alt.Axis(values=[tick for tick in ticks if self.low <= tick <= self.high], format=",~g")
+
+
+def place_labels(points: list[tuple[float, float]], labels: list[str], line: float) -> list[tuple[float, float]]:
+    """Where labels begin (left end, middle of the text), in pixels; they cover no point, no other, and not the `line`.
+
+    Beside its point if there is room, or as near above or below as there is; beside it anyhow if the panel is full.
+    """
+    taken = [(0, line - 2, PANEL_WIDTH, line + 2), *((x - 5, y - 5, x + 5, y + 5) for x, y in points)]
+    places = []
+    for (x, y), label in zip(points, labels, strict=True):
+        length = LETTER_WIDTH * len(label)
+        rises = sorted(range(-12, 13), key=abs)
+        candidates = [(left, y + rise * LINE_HEIGHT / 2) for rise in rises for left in (x + 8, x - 8 - length)]
+        boxes = [(left, middle - 6, left + length, middle + 6) for left, middle in candidates]
+        free = [
+            candidate
+            for candidate, box in zip(candidates, boxes, strict=True)
+            if box[0] >= 0 and box[2] <= PANEL_WIDTH and box[1] >= 0 and box[3] <= PANEL_HEIGHT
+            if not any(_overlap(box, other) for other in taken)
+        ]
+        left, middle = (free or candidates)[0]
+        taken.append((left, middle - 6, left + length, middle + 6))
+        places.append((left, middle))
+    return places
+
+
+def _overlap(a: tuple, b: tuple) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def head_scaling(rows: list[dict]) -> alt.VConcatChart | None:
+    """Time and transient memory against N, V and D around a base shape, one line a method; None without a sweep."""
+    rows = latest(rows)
+    sweeps = find_sweeps(rows)
+    if sweeps is None:
+        return None
+    rows = [row for row in rows if shape_of(row) in sweeps.shapes()]
+    cases = [tuple(row[key] for key in CASE) for row in rows]
+    case = max(dict.fromkeys(cases), key=cases.count)  # one line a method: the case with most rows
+    rows = [row for row, own in zip(rows, cases, strict=True) if own == case]
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["status"] in ("ok", "oom")))
+    lines = []
+    for name, title in (("total_ms", "time (ms)"), ("transient_mib", f"transient memory (MiB, from {LEAST_MIB:g})")):
+        panels = [_scaling_panel(rows, sweeps, axis, name, title, methods) for axis in sweeps.sizes]
+        lines.append(alt.hconcat(*panels))
+    base = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", sweeps.base, strict=True))
+    title = (
+        f"Loss of a head around {base}; {case[0]} inputs, {case[1]}, {case[2]} weight; dashed: the three GEMMs alone"
+    )
+    return alt.vconcat(*lines).properties(title=_provenance(title, rows))
+
+
+def _scaling_panel(
+    rows: list[dict], sweeps: Sweeps, axis: str, name: str, title: str, methods: list[str]
+) -> alt.LayerChart:
+    least = LEAST_MIB if name == "transient_mib" else 0.0
+    values = [max(row[name], least) for row in rows if row.get(name) is not None]
+    low, high = min(values) / 1.3, max(values) * 1.6
+    here = {sweeps.shape(axis, size): size for size in sweeps.sizes[axis]}
+    near = [row for row in rows if shape_of(row) in here]
+    points = [
+        {"size": here[shape_of(row)], "value": max(row[name], least), "method": row["method"]}
+        for row in near
+        if row.get(name) is not None
+    ]
+    failures = [
+        {"size": here[shape_of(row)], "value": high / 1.1, "method": row["method"]}
+        for row in near
+        if row["status"] == "oom"
+    ]
+    sizes = sweeps.sizes[axis]
+    x_scale = alt.Scale(type="log", domain=[sizes[0] / 1.1, sizes[-1] * 1.1], nice=False)
+    x = alt.X("size:Q", title=AXES[axis], scale=x_scale, axis=alt.Axis(values=sizes, format="d", labelOverlap=True))
+    y_scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    y = alt.Y("value:Q", title=title, scale=y_scale, axis=alt.Axis(format=",~g", tickCount=6))
+    color = alt.Color("method:N", title=None, scale=alt.Scale(domain=methods, scheme="tableau20"), sort=methods)
+    lines = alt.Chart(alt.Data(values=points)).mark_line(point=True, strokeWidth=1.5).encode(x=x, y=y, color=color)
+    crosses = alt.Chart(alt.Data(values=failures)).mark_point(shape="cross", angle=45, size=90)
+    layers = [lines, crosses.encode(x=x, y=y, color=color)]
+    if name == "total_ms":
+        by_size = {
+            size: [row["gemm_ms"] for row in near if here[shape_of(row)] == size and "gemm_ms" in row] for size in sizes
+        }
+        limit = [{"size": size, "value": statistics.median(times)} for size, times in by_size.items() if times]
+        layers.append(alt.Chart(alt.Data(values=limit)).mark_line(color="black", strokeDash=[5, 4]).encode(x=x, y=y))
+    return alt.layer(*layers).properties(width=290, height=230)
+
+
+def _provenance(text: str, rows: Iterable[dict]) -> alt.TitleParams:
+    """A title with the devices, versions, commands and commits of `rows` below it."""
+    rows = list(rows)
+    versions = {name: version for row in rows for name, version in row["versions"].items() if version}
+    facts = [
+        *dict.fromkeys(row["device"] for row in rows),
+        *(f"{name} {version}" for name, version in versions.items()),
+    ]
+    facts += dict.fromkeys(f"commit {row['commit']}" for row in rows if row["commit"])
+    commands = dict.fromkeys(f"python scripts/bench.py {row['command']}" for row in rows)
+    subtitle = [line for entry in (", ".join(facts), *commands) for line in textwrap.wrap(entry, 150)]
+    return alt.TitleParams(text, subtitle=subtitle, anchor="start")
