@@ -160,10 +160,10 @@ def cross_entropy(
     """Cross-entropy of `input` against `target`; backward overwrites `input` with its gradient.
 
     Forward leaves `input` alone, so metrics may be taken from it until backward. Backward destroys it, and with it that
-    part of a tensor it is a view of; an operation that saved `input` for its own backward (a softmax or tanh that made
-    it) raises RuntimeError there. The gradient takes a buffer of its own if `input` is a leaf, a view of a leaf, or has
-    rows that share memory, if compiled code returned it, or if forward ran under saved-tensor hooks, such as those of
-    activation checkpointing.
+    part of a tensor it is a view of. Autograd then raises RuntimeError if anything else has saved that tensor or a view
+    of it: a softmax or tanh that made `input`, a second loss on it, or a loss on another part of it. The gradient takes
+    a buffer of its own if `input` is a leaf, a view of a leaf, or has rows that share memory, if compiled code returned
+    it, or if forward ran under saved-tensor hooks, such as those of activation checkpointing.
 
     Args:
         input: [N, V] logits, fp32, bf16 or fp16, any strides.

@@ -271,7 +271,7 @@ def linear_cross_entropy(
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
     if input.dim() == 0 or input.shape[:-1] != target.shape:
         raise ValueError(f"expected one label a token, {list(input.shape[:-1])}, got {list(target.shape)}")
-    hidden, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    hidden, labels = torch.atleast_2d(input).flatten(0, -2), target.reshape(-1)
     if reduction == "none":
         losses, *_ = _per_token(*_arguments(hidden, linear_weight, linear_bias, labels, objective, chunk))
         return losses.view(target.shape)

@@ -260,25 +260,26 @@ def _launch(
     n_rows, vocab = logits.shape
     if n_rows == 0:
         return
-    _rows_kernel[(n_rows,)](
-        logits,
-        dlogits,
-        labels,
-        *rows,
-        dlosses,
-        *logits.stride(),
-        *(logits if dlogits is None else dlogits).stride(),
-        vocab,
-        objective.ignore_index,
-        float(objective.label_smoothing),
-        float(objective.z_loss),
-        float(objective.softcap or 1.0),
-        FORWARD=dlosses is None,
-        BACKWARD=dlogits is not None,
-        HAS_SMOOTHING=objective.label_smoothing > 0,
-        HAS_SOFTCAP=objective.softcap is not None,
-        **launch_options(logits, dlogits, objective.softcap is not None),
-    )
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        _rows_kernel[(n_rows,)](
+            logits,
+            dlogits,
+            labels,
+            *rows,
+            dlosses,
+            *logits.stride(),
+            *(logits if dlogits is None else dlogits).stride(),
+            vocab,
+            objective.ignore_index,
+            float(objective.label_smoothing),
+            float(objective.z_loss),
+            float(objective.softcap or 1.0),
+            FORWARD=dlosses is None,
+            BACKWARD=dlogits is not None,
+            HAS_SMOOTHING=objective.label_smoothing > 0,
+            HAS_SOFTCAP=objective.softcap is not None,
+            **launch_options(logits, dlogits, objective.softcap is not None),
+        )
     if dlogits is not None:
         # Autograd does not see a Triton store: whoever saved these logits must now raise, not read gradients.
         torch.autograd.graph.increment_version(dlogits)
