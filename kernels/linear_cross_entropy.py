@@ -14,7 +14,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from . import reference, schedules
+from . import reference, scaling, schedules
 from .cross_entropy import refuse_double_backward
 from .reference import LossSums, Objective
 from .schedules import Gradients, Head
@@ -68,22 +68,13 @@ def _scale_gradients(ctx, dloss, *_):
         raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
     ctx.is_used = True
     scaled = (
-        _scaled(gradient, dloss, dtype) if is_wanted else None
+        scaling.scale(gradient, dloss, dtype) if is_wanted else None
         for gradient, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
     )
     return *scaled, *[None] * 8
 
 
 _sums.register_autograd(_scale_gradients, setup_context=_save_gradients)
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient` * `factor` in `dtype`; `gradient` is overwritten if it has that dtype already."""
-    if gradient.dtype != dtype:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    if type(gradient) is not Tensor:  # traced, and the compiler reuses the memory by itself
-        return gradient * factor
-    return gradient.mul_(factor).detach()  # a tensor of its own, so that autograd may keep it as .grad without a copy
 
 
 @torch.library.custom_op("logitless::linear_cross_entropy_per_token", mutates_args=())

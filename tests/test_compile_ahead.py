@@ -17,21 +17,23 @@ from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels import row_kernels
+from kernels import row_kernels, scaling
 from kernels.reference import Objective, Rows
 
 backend, arch, warp_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, warp_size)
-kernel = row_kernels._rows_kernel
 launches = []
 
 
 class Recorder:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
     def __getitem__(self, grid):
-        return lambda *arguments, **options: launches.append((arguments, options))
+        return lambda *arguments, **options: launches.append((self.kernel, arguments, options))
 
 
-def compiled(arguments, options):
+def compiled(kernel, arguments, options):
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
     signature, constants, attributes = {}, {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, arguments)):
@@ -60,7 +62,18 @@ def resources(binary):
     return {k: int(v) for k, v in re.findall(r"(REG|STACK):(\\d+)", text)}
 
 
-row_kernels._rows_kernel = Recorder()
+def report(shape):
+    for kernel, arguments, options in launches:
+        flags = " ".join(name for name, value in options.items() if value is True)
+        binary = compiled(kernel, arguments, options)
+        used = resources(binary)
+        spills = used["vgpr_spill_count" if backend == "hip" else "STACK"]
+        print(f"{shape} {flags}: {binary.metadata.num_warps} warps, {used}, {spills} bytes spilled")
+    launches.clear()
+
+
+row_kernels._rows_kernel = Recorder(row_kernels._rows_kernel)
+scaling._scale_kernel = Recorder(scaling._scale_kernel)
 row_kernels.runs_triton = lambda tensor: True
 row_kernels.WARP_SIZE = warp_size
 row_kernels.compute_capability = lambda device: divmod(int(arch), 10) if backend == "cuda" else (9, 4)
@@ -79,15 +92,11 @@ for vocab, stride, dtype, objective in (
     row_kernels.forward_rows(logits, labels, objective, rows)
     row_kernels.forward_backward_rows_(logits, labels, objective, rows)
     row_kernels.backward_rows(logits, labels, objective, rows.row_max, rows.log_sum, rows.losses, logits)
-    for launch in launches:
-        launched = dict(zip(kernel.arg_names, launch[0])) | launch[1]
-        binary = compiled(*launch)
-        used = resources(binary)
-        spills = used["vgpr_spill_count" if backend == "hip" else "STACK"]
-        name = " ".join(k for k in ("FORWARD", "BACKWARD", "HAS_SMOOTHING", "HAS_SOFTCAP") if launched[k])
-        shape = f"[N, {vocab}] of {stride} {dtype}"
-        print(f"{shape} {name}: {binary.metadata.num_warps} warps, {used}, {spills} bytes spilled")
-    launches.clear()
+    report(f"[N, {vocab}] of {stride} {dtype}")
+
+for dtype in (torch.float32, torch.bfloat16):
+    scaling.scale(torch.empty(50304, 768, device="meta"), torch.empty([], device="meta"), dtype)
+    report(f"fp32 to {dtype}")
 """
 
 
@@ -104,5 +113,5 @@ def test_kernels_compile_without_spills_for(backend, arch, warp_size, tmp_path):
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     lines = done.stdout.splitlines()
-    assert len(lines) == 7 * 3
+    assert len(lines) == 7 * 3 + 2
     assert [line for line in lines if not line.endswith(" 0 bytes spilled")] == []

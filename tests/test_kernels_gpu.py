@@ -265,7 +265,8 @@ def test_no_warp_overtakes_another(vocab, dtype):
 def test_the_race_hunt_launches_every_number_of_warps():
     def warps(vocab):
         logits = torch.empty(1, vocab, dtype=torch.bfloat16, device="meta")
-        return {row_kernels.launch_options(logits, dlogits, False)["num_warps"] for dlogits in (None, logits)}
+        launches = ((None, True), (logits, True), (logits, False))
+        return {row_kernels.launch_options(logits, *launch, False)["num_warps"] for launch in launches}
 
     hunted = set().union(*(warps(vocab) for vocab in RACE_VOCABULARIES))
     assert hunted == set().union(*(warps(2**n) for n in range(20)))

@@ -16,6 +16,7 @@ from tiny import ROOT
 from kernels import reference, schedules
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sums
 from kernels.reference import Objective
+from kernels.scaling import scale
 
 
 def fused_sum(labels, objective=OBJECTIVES["plain"], chunk=4):
@@ -259,6 +260,21 @@ def test_an_fp16_gradient_whose_sum_passes_fp16s_range_is_finite_as_a_mean():
     linear_cross_entropy(hidden, weight, labels).backward()
     assert weight.grad.dtype == torch.float16
     assert weight.grad[:, 0].tolist() == [-112.5, 37.5, 37.5, 37.5]
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.37])
+@pytest.mark.parametrize(
+    ("source", "target"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16")]
+)
+def test_scaling_is_in_place_where_the_dtype_stays(engine, source, target, factor):
+    if engine == "triton" and "bfloat16" in (source, target):
+        pytest.skip("the interpreter's bf16 arithmetic is wrong")
+    gradient = torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(getattr(torch, source))
+    right, version = gradient.double() * factor, gradient._version
+    scaled = scale(gradient, torch.tensor(factor), getattr(torch, target))
+    assert relative_error(scaled, right) < {"float32": 1e-7, "bfloat16": 2**-8, "float16": 2**-11}[target]
+    assert (scaled.data_ptr() == gradient.data_ptr()) == (source == target)
+    assert (gradient._version > version) == (source == target)
 
 
 # What is refused
