@@ -28,7 +28,8 @@ bench: install  ## compare implementations of the loss on two small shapes; a GP
 	$(BIN)/python scripts/bench.py --shapes 2048x4096x128,2048x4096 --dtype fp32 --inputs peaked
 
 report: install  ## draw docs/figures from the records in docs/results
-	$(BIN)/python scripts/report.py docs/results/small_h200 --out docs/figures
+	$(BIN)/python scripts/report.py docs/results/small_h200 docs/results/bench_h200/head.jsonl \
+		docs/results/bench_h200/scaling.jsonl --out docs/figures
 
 clean:  ## remove .venv and caches, keep runs
 	rm -rf .venv .pytest_cache .ruff_cache logitless.egg-info

@@ -43,7 +43,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, chart in charts.items():
         for suffix in ("svg", "png") if chart else ():
-            chart.save(arguments.out / f"{name}.{suffix}", ppi=144)
+            chart.save(arguments.out / f"{name}.{suffix}", ppi=96)
             print(arguments.out / f"{name}.{suffix}")
 
 

@@ -1,6 +1,7 @@
 """The README's numbers are those of the records in docs/results, and its commands and files exist."""
 
 import csv
+import json
 import re
 import statistics
 
@@ -47,6 +48,79 @@ def test_the_cpu_table_is_the_record(backend):
         f"| {record['peak_live_tensor_gib']:.2f} GiB | {record['tokens_per_s']:,.0f} | {record['val_loss']:.4f} |"
     )
     assert rows_of(backend)[1].endswith(expected)
+
+
+def bench_rows(name: str) -> list[dict]:
+    lines = (ROOT / "docs" / "results" / "bench_h200" / f"{name}.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["inputs"] == "uniform"]
+
+
+def bench_row(name: str, method: str, vocab: int) -> dict:
+    (row,) = (row for row in bench_rows(name) if (row["method"], row["vocab"]) == (method, vocab))
+    return row
+
+
+def cells(row: dict) -> list[str]:
+    if row["status"] != "ok":
+        return [row["status"], "", "", ""]
+    error = 1000 * row["errors"]["dweight"]
+    return [f"{row['total_ms']:.1f} ms", f"{row['ratio']:.2f}", f"{row['transient_mib']:,.0f}", f"{error:.1f}"]
+
+
+def test_the_table_of_implementations_is_the_benchmarks():
+    section = README[README.index("## Against others") : README.index("## Which backend")]
+    lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in section.splitlines() if line.startswith("| ")]
+    assert len(lines) > 10
+    for method, *found in lines[1:]:
+        assert found == [text for vocab in (128256, 50304) for text in cells(bench_row("head", method, vocab))], method
+    gemms = [row["gemm_ms"] for row in bench_rows("head") if row["vocab"] == 50304 and row["status"] == "ok"]
+    assert f"took {min(gemms):.1f} to {max(gemms):.1f} ms" in section
+
+
+def lesson() -> dict[str, tuple[float, float]]:
+    """Predicted and measured by the letters before it, of the lesson's first table; GB and ms."""
+    section = README[README.index("## The lesson") : README.index("The traps on the way")]
+    found = re.findall(r"^\| (.+) \| ([\d.]+) (?:GB|ms) \| ([\d.]+) (?:GB|ms) \|$", section, flags=re.M)
+    return {what: (float(predicted), float(measured)) for what, predicted, measured in found}
+
+
+def test_the_lesson_predicts_and_measures_what_it_says():
+    n, v, d = 8192, 128256, 4096
+    mib = 2**20 / 1e9
+    returned = 2 * (v * d + n * d) / 1e9  # gradients, which transient_mib leaves out
+
+    def transient(method, name="head"):
+        return bench_row(name, method, v)["transient_mib"] * mib
+
+    def time(method, name="head"):
+        (row,) = (r for r in bench_rows(name) if (r["method"], r["n_tokens"], r["vocab"]) == (method, n, v))
+        return row["total_ms"]
+
+    copy = statistics.median(row["copy_gb_per_s"] for row in bench_rows("logits")) * 1e6  # bytes a ms
+    again = {chunk: 8 * v * d * (n // chunk - 1) / copy for chunk in (1024, 2048, 4096)}
+    right = [
+        (6 * n * v / 1e9, transient("eager bf16") + returned),
+        (12 * n * v / 1e9, transient("eager fp32") + returned),
+        (2 * n * v / 1e9, transient("inplace")),
+        (2 * 1024 * v / 1e9, transient("ours C=1024", "head_fp32_weight") - 2 * v * d / 1e9),
+        (4 * v * d / 1e9, transient("ours C=1024")),
+        (6 * n * v / copy, time("logits in place", "logits")),
+        (6 * n * v / copy, time("logits forward, backward", "logits")),
+        *((again[chunk], time(f"ours C={chunk}") - time("ours whole")) for chunk in (4096, 2048, 1024)),
+    ]
+    assert list(lesson().values()) == [tuple(round(value, 2) for value in pair) for pair in right]
+    assert "copies at 4.25 TB/s" in README
+    assert round(copy / 1e9, 2) == 4.25
+    assert round(right[0][0] / right[3][0]) == 24
+    assert f"would take {4 * n * v / copy:.2f} ms" in README.replace("\n", " ")
+    assert f"would take {6 * n * v / 3.35e9:.2f} ms there" in README.replace("\n", " ")
+
+
+def test_every_trap_names_a_test():
+    named = re.findall(r"^\| .+ \| `(test_\w+)` \|$", README, flags=re.M)
+    assert len(named) == 20
+    defined = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert [name for name in named if f"def {name}(" not in defined] == []
 
 
 def test_every_target_and_file_it_names_exists():
