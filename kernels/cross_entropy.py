@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference import LossSums, Objective, Rows
+from .reference import OBJECTIVE_SCHEMA, LossSums, Objective, Rows
 from .row_kernels import backward_rows, forward_backward_rows_, forward_rows
 
 
@@ -43,16 +43,17 @@ class _CrossEntropy(torch.autograd.Function):
         refuse_double_backward()
         logits, labels, row_max, log_sum = ctx.saved_tensors  # raises if the logits were overwritten since forward
         dlogits = logits if ctx.may_overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        backward_rows(logits, labels, ctx.objective, row_max, log_sum, dlosses.contiguous(), dlogits)
+        vectors = {"row_max": row_max, "log_sum": log_sum, "dlosses": dlosses.contiguous()}
+        backward_rows(logits, labels, ctx.objective, **vectors, dlogits=dlogits)
         return dlogits, None, None, None
 
 
 def _may_overwrite(logits: Tensor) -> bool:
     """Whether the gradient may take the logits' memory.
 
-    Not that of leaves, of views of leaves, or of elements that share memory. Nor where autograd does not check that a
-    saved tensor was overwritten: under saved-tensor hooks (activation checkpointing, offloading), and in compiled code,
-    which may have saved the logits that it returned.
+    Not that of leaves, of views of leaves, or of elements that share memory. Nor where autograd would not notice: under
+    saved-tensor hooks (activation checkpointing, offloading), and for logits that compiled code returned, which its own
+    backward may have saved.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return False
@@ -65,33 +66,27 @@ def _may_overwrite(logits: Tensor) -> bool:
     return not owner.is_leaf and type(owner.grad_fn).__name__ != "CompiledFunctionBackward"
 
 
-@torch.library.custom_op("logitless::cross_entropy", mutates_args=())
-def _losses(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "logitless::cross_entropy",
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor labels, {OBJECTIVE_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _losses(logits, labels, *options):
     """Losses and plain cross-entropies, both [N] fp32, without a gradient."""
     rows = Rows.empty(logits.shape[0], logits.device)
-    forward_rows(logits, labels, Objective(ignore_index, label_smoothing, z_loss, softcap), rows)
+    forward_rows(logits, labels, Objective(*options), rows)
     return rows.losses, rows.cross_entropies
 
 
-@torch.library.custom_op("logitless::cross_entropy_", mutates_args=("logits",))
-def _losses_(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "logitless::cross_entropy_",
+    mutates_args=("logits",),
+    schema=f"(Tensor(a0!) logits, Tensor labels, {OBJECTIVE_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _losses_(logits, labels, *options):
     """Like `_losses`, with the gradient of the summed loss written over the logits."""
     rows = Rows.empty(logits.shape[0], logits.device)
-    forward_backward_rows_(logits, labels, Objective(ignore_index, label_smoothing, z_loss, softcap), rows)
+    forward_backward_rows_(logits, labels, Objective(*options), rows)
     return rows.losses, rows.cross_entropies
 
 
@@ -163,7 +158,8 @@ def cross_entropy(
     part of a tensor it is a view of. Autograd then raises RuntimeError if anything else has saved that tensor or a view
     of it: a softmax or tanh that made `input`, a second loss on it, or a loss on another part of it. The gradient takes
     a buffer of its own if `input` is a leaf, a view of a leaf, or has rows that share memory, if compiled code returned
-    it, or if forward ran under saved-tensor hooks, such as those of activation checkpointing.
+    it, or if forward ran under saved-tensor hooks, such as those of activation checkpointing. Inside torch.compile
+    forward makes the gradient, `input` is never overwritten, and a second backward is right.
 
     Args:
         input: [N, V] logits, fp32, bf16 or fp16, any strides.
@@ -180,7 +176,8 @@ def cross_entropy(
     Raises:
         ValueError: a shape, dtype or option that is not supported.
         IndexError: a label outside [0, V) on a CPU; on a GPU its row is NaN with gradient 0.
-        RuntimeError: a second backward after `input` was overwritten, or a double backward.
+        RuntimeError: a second backward after `input` was overwritten, or a double backward (which compiled code with
+            backend="eager" does not notice).
     """
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)

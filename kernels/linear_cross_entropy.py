@@ -16,32 +16,28 @@ from torch import Tensor
 
 from . import reference, scaling, schedules
 from .cross_entropy import refuse_double_backward
-from .reference import LossSums, Objective
+from .reference import OBJECTIVE_SCHEMA, LossSums, Objective
 from .schedules import Gradients, Head
 
-# The ops take options one by one, because an op's arguments are tensors, numbers and lists of them. `wanted` says which
-# of the gradients of hidden, weight and bias to make; an op returns an empty tensor for one that is not wanted.
+# What the ops take; the three tensors that may have gradients come first. `wanted` says which of these to make, and an
+# op returns an empty tensor for one that is not wanted.
+SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute_dtype, SymInt chunk, bool[] wanted"
+)
+SCHEMA += f", {OBJECTIVE_SCHEMA}"
+NO_GRADIENTS = (None,) * 8  # of labels, compute_dtype, chunk, wanted, and the four fields of Objective
 
 
-@torch.library.custom_op("logitless::linear_cross_entropy", mutates_args=())
-def _sums(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    compute_dtype: torch.dtype,
-    chunk: int,
-    wanted: list[bool],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "logitless::linear_cross_entropy",
+    mutates_args=(),
+    schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *options):
     """Sums of the losses and of the plain cross-entropies, and the gradients of the former, not cast yet."""
-    head = _cast(hidden, weight, bias, compute_dtype)
-    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
     gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
-    rows = schedules.token_chunks(head, labels, objective, chunk, gradients)
+    head = _cast(hidden, weight, bias, compute_dtype)
+    rows = schedules.token_chunks(head, labels, Objective(*options), chunk, gradients)
     return rows.losses.sum(), rows.cross_entropies.sum(), *_without_none(gradients, hidden)
 
 
@@ -52,8 +48,8 @@ def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *options):
 
 
 def _save_gradients(ctx, inputs, output):
-    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:3]]
-    ctx.wanted = inputs[6]
+    hidden, weight, bias, _, _, _, ctx.wanted, *_ = inputs
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
     ctx.is_used = False
     ctx.save_for_backward(*output[2:])
     ctx.mark_non_differentiable(*output[1:])
@@ -63,7 +59,7 @@ def _save_gradients(ctx, inputs, output):
 def _scale_gradients(ctx, dloss, *_):
     refuse_double_backward()
     if dloss is None:  # what comes after the loss has no gradient
-        return (None,) * 11
+        return None, None, None, *NO_GRADIENTS
     if ctx.is_used:
         raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
     ctx.is_used = True
@@ -71,30 +67,21 @@ def _scale_gradients(ctx, dloss, *_):
         scaling.scale(gradient, dloss, dtype) if is_wanted else None
         for gradient, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
     )
-    return *scaled, *[None] * 8
+    return *scaled, *NO_GRADIENTS
 
 
 _sums.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-@torch.library.custom_op("logitless::linear_cross_entropy_per_token", mutates_args=())
-def _per_token(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    compute_dtype: torch.dtype,
-    chunk: int,
-    wanted: list[bool],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "logitless::linear_cross_entropy_per_token",
+    mutates_args=(),
+    schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+def _per_token(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *options):
     """Losses, and what backward needs to compute the logits' gradient again: row_max and log_sum, each [N]."""
-    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
     head = _cast(hidden, weight, bias, compute_dtype)
-    rows = schedules.token_chunks(head, labels, objective, chunk, Gradients())
+    rows = schedules.token_chunks(head, labels, Objective(*options), chunk, Gradients())
     return rows.losses, rows.row_max, rows.log_sum
 
 
@@ -103,28 +90,19 @@ def _(hidden, *_):
     return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
 
 
-@torch.library.custom_op("logitless::linear_cross_entropy_per_token_backward", mutates_args=())
+@torch.library.custom_op(
+    "logitless::linear_cross_entropy_per_token_backward",
+    mutates_args=(),
+    schema=f"(Tensor dlosses, Tensor row_max, Tensor log_sum, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def _per_token_backward(
-    dlosses: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    compute_dtype: torch.dtype,
-    chunk: int,
-    wanted: list[bool],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dlosses, row_max, log_sum, hidden, weight, bias, labels, compute_dtype, chunk, wanted, *options
+):
     """The gradients for the upstream gradients `dlosses` [N], in the dtypes of the inputs."""
-    objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
-    head = _cast(hidden, weight, bias, compute_dtype)
     gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
-    schedules.token_chunks_backward(head, labels, objective, chunk, row_max, log_sum, dlosses, gradients)
+    head = _cast(hidden, weight, bias, compute_dtype)
+    vectors = {"row_max": row_max, "log_sum": log_sum, "dlosses": dlosses}
+    schedules.token_chunks_backward(head, labels, Objective(*options), chunk, gradients, **vectors)
     return _without_none(_to_input_dtypes(gradients, hidden, weight, bias), hidden)
 
 
@@ -144,10 +122,10 @@ def _save_inputs(ctx, inputs, output):
 def _compute_again(ctx, dlosses, *_):
     refuse_double_backward()
     if dlosses is None:
-        return (None,) * 11
+        return None, None, None, *NO_GRADIENTS
     gradients = _per_token_backward(dlosses.contiguous(), *ctx.saved_tensors, *ctx.options)
-    wanted = ctx.options[2]
-    return *(g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)), *[None] * 8
+    _, _, wanted, *_ = ctx.options
+    return *(g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)), *NO_GRADIENTS
 
 
 _per_token.register_autograd(_compute_again, setup_context=_save_inputs)
@@ -166,20 +144,26 @@ def _without_none(gradients: Gradients, hidden: Tensor) -> tuple[Tensor, Tensor,
     return tuple(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _arguments(
+def _op_arguments(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, chunk: int
 ) -> tuple:
-    """The checked arguments of the ops."""
+    """What SCHEMA lists, checked."""
     _check(hidden, weight, bias, labels, chunk)
-    compute_dtype = hidden.dtype
+    wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+    labels = labels.long().contiguous()  # int64, because an ignore_index may lie outside of int32
+    chunk = min(chunk, schedules.largest_chunk(weight.shape[0]))
+    dtype = _compute_dtype(hidden, weight, bias)
+    return hidden, weight, bias, labels, dtype, chunk, wanted, *astuple(objective)
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Autocast's, or else the one that all have."""
     if torch.is_autocast_enabled(hidden.device.type):
-        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
-    elif any(tensor is not None and tensor.dtype != hidden.dtype for tensor in (weight, bias)):
+        return torch.get_autocast_dtype(hidden.device.type)
+    if any(tensor is not None and tensor.dtype != hidden.dtype for tensor in (weight, bias)):
         dtypes = [str(tensor.dtype) for tensor in (hidden, weight, bias) if tensor is not None]
         raise ValueError(f"hidden, weight and bias must have one dtype outside autocast, got {', '.join(dtypes)}")
-    wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
-    chunk = min(chunk, schedules.largest_chunk(weight.shape[0]))
-    return hidden, weight, bias, labels.long().contiguous(), compute_dtype, chunk, wanted, *astuple(objective)
+    return hidden.dtype
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> None:
@@ -215,7 +199,7 @@ def linear_cross_entropy_sums(
 
     Errors and contract are those of `linear_cross_entropy`.
     """
-    loss, cross_entropy, *_ = _sums(*_arguments(hidden, weight, bias, labels, objective, chunk))
+    loss, cross_entropy, *_ = _sums(*_op_arguments(hidden, weight, bias, labels, objective, chunk))
     return LossSums(loss, cross_entropy)
 
 
@@ -236,7 +220,8 @@ def linear_cross_entropy(
 
     Inside autocast the GEMMs run in autocast's dtype; gradients come back in their inputs' dtypes, and a dweight for
     an fp32 weight is accumulated in fp32 from end to end. For "mean" and "sum" forward makes the gradients, backward
-    only scales them and hands them over. A bf16 or fp16 weight with more than one chunk costs an fp32 buffer of [V, D].
+    only scales them and hands them over. A bf16 weight with more than one chunk costs an fp32 buffer of [V, D]; fp16
+    inputs cost fp32 buffers for each gradient in any case.
 
     Args:
         input: [..., D] hidden states, fp32, bf16 or fp16.
@@ -256,7 +241,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: a shape, dtype, device or option that is not supported.
         IndexError: a label outside [0, V) on a CPU; on a GPU its token is NaN with gradient 0.
-        RuntimeError: a second backward (unless reduction is "none"), or a double backward.
+        RuntimeError: a second backward (it is right for reduction "none", and in compiled code), or a double backward.
     """
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
@@ -264,7 +249,7 @@ def linear_cross_entropy(
         raise ValueError(f"expected one label a token, {list(input.shape[:-1])}, got {list(target.shape)}")
     hidden, labels = torch.atleast_2d(input).flatten(0, -2), target.reshape(-1)
     if reduction == "none":
-        losses, *_ = _per_token(*_arguments(hidden, linear_weight, linear_bias, labels, objective, chunk))
+        losses, *_ = _per_token(*_op_arguments(hidden, linear_weight, linear_bias, labels, objective, chunk))
         return losses.view(target.shape)
     loss, _ = linear_cross_entropy_sums(hidden, linear_weight, labels, objective, bias=linear_bias, chunk=chunk)
     return reference.reduce(loss, labels.long(), ignore_index, reduction)

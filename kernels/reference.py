@@ -10,7 +10,8 @@ lam `z_loss`:
     dloss/dx_v    = dloss/dz_v * (1 - (z_v / softcap)^2)
 
 A row whose label is `ignore_index` gives loss 0 and gradient 0. A label outside [0, V) is an IndexError on a CPU;
-on a GPU, where raising would wait for the device, its row gives loss NaN and gradient 0.
+on a GPU, where raising would wait for the device, its row gives loss NaN and gradient 0 (as it does, compiled, in the
+eager path below).
 
 `linear_cross_entropy_sums` is the eager path that people write, left to autograd. `forward_rows`,
 `forward_backward_rows_` and `backward_rows` are the twins of the Triton launchers in `row_kernels.py`.
@@ -46,6 +47,10 @@ class Objective:
             raise ValueError(f"z_loss must be >= 0 and finite, got {self.z_loss}")
         if self.softcap is not None and not 0.0 < self.softcap < math.inf:
             raise ValueError(f"softcap must be > 0 and finite, or None, got {self.softcap}")
+
+
+# The fields of Objective as arguments of a custom op. SymInt: another value does not compile anew.
+OBJECTIVE_SCHEMA = "SymInt ignore_index, float label_smoothing, float z_loss, float? softcap"
 
 
 class Rows(NamedTuple):
@@ -123,7 +128,7 @@ def linear_cross_entropy_sums(
         logits = objective.softcap * torch.tanh(logits / objective.softcap)
 
     kept = labels != objective.ignore_index
-    # A bad label reaches this line on a GPU, or compiled, only, where it would abort the device inside F.cross_entropy.
+    # Reached by a bad label only on a GPU or in compiled code; inside F.cross_entropy it would abort the device.
     bad = kept & ((labels < 0) | (labels >= weight.shape[0]))
     labels = labels.masked_fill(bad, objective.ignore_index)
 
@@ -163,6 +168,7 @@ def backward_rows(
     logits: Tensor,
     labels: Tensor,
     objective: Objective,
+    *,
     row_max: Tensor,
     log_sum: Tensor,
     dlosses: Tensor,

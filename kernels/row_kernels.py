@@ -6,7 +6,7 @@ whatever the storage dtype:
     pass 1 reads the row once:   m' = max(m, max z),  l = l * exp(m - m') + sum exp(z - m')   (online softmax)
     pass 2 reads and writes it:  p_v = exp((z_v - m) - ln l), stored as dloss/dx_v over x_v
 
-Each lane keeps m and l of the classes that it reads itself, and they are merged once, at the end of the row: a tile
+Each group of 8 columns of a tile keeps m and l of its own, and they are merged once, at the end of the row: a tile
 needs no barrier. m and ln l are kept apart, not added up to lse: a common offset of the logits then cancels exactly.
 
 `forward_rows` is pass 1, `backward_rows` is pass 2 with the upstream gradient folded in, and `forward_backward_rows_`
@@ -26,7 +26,8 @@ from torch import Tensor
 from . import reference
 from .reference import Objective, Rows
 
-PER_LANE = tl.constexpr(8)  # classes whose statistics one lane keeps by itself; one 16-byte load of bf16
+GROUP = tl.constexpr(8)  # neighbouring columns with a maximum and a sum of their own; one 16-byte load of bf16
+REST = tl.constexpr(16)  # tiles end at a multiple of this, so that their loads stay wide; a tile of this width follows
 WARP_SIZE = 64 if torch.version.hip else 32
 IGNORED, BAD = tl.constexpr(-1), tl.constexpr(-2)  # what stands for a label that is ignore_index, or no class
 
@@ -54,29 +55,38 @@ def _statistics(
     row_ptr,
     stride_v,
     V,
+    end,
     origin,
     softcap,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Per lane (m, l, sum (z - origin)) of the classes below V // 16 * 16; the last is 0 unless HAS_SMOOTHING."""
-    LANES: tl.constexpr = BLOCK_V // PER_LANE
-    lane_max = tl.full([LANES], -float("inf"), tl.float32)
-    lane_sum = tl.zeros([LANES], tl.float32)
-    lane_total = tl.zeros([LANES], tl.float32)
-    end = V // 16 * 16
+    """(m, ln l, sum (z - origin)) of one row whose tiles end at `end`; the last is 0 unless HAS_SMOOTHING."""
+    GROUPS: tl.constexpr = BLOCK_V // GROUP
+    group_max = tl.full([GROUPS], -float("inf"), tl.float32)
+    group_sum = tl.zeros([GROUPS], tl.float32)
+    group_total = tl.zeros([GROUPS], tl.float32)
     for start in range(0, end, BLOCK_V):
-        columns = start + tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+        columns = start + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         is_whole = start + BLOCK_V <= end
         z, _ = _load(row_ptr, columns, stride_v, end, is_whole, softcap, HAS_SOFTCAP, "evict_last")
         if HAS_SMOOTHING:
-            lane_total += tl.sum(tl.where(columns < end, z - origin, 0.0), 1)
-        new_max = tl.maximum(lane_max, tl.max(z, 1))
+            group_total += tl.sum(tl.where(columns < end, z - origin, 0.0), 1)
+        new_max = tl.maximum(group_max, tl.max(z, 1))
         anchor = _finite(new_max)
-        lane_sum = lane_sum * tl.exp(lane_max - anchor) + tl.sum(tl.exp(z - anchor[:, None]), 1)
-        lane_max = new_max
-    return lane_max, lane_sum, lane_total
+        group_sum = group_sum * tl.exp(group_max - anchor) + tl.sum(tl.exp(z - anchor[:, None]), 1)
+        group_max = new_max
+
+    rest = end + tl.arange(0, REST)
+    z, _ = _load(row_ptr, rest, stride_v, V, False, softcap, HAS_SOFTCAP, "evict_last")
+    row_max = tl.maximum(tl.max(group_max, 0), tl.max(z, 0))
+    anchor = _finite(row_max)
+    row_sum = tl.sum(group_sum * tl.exp(group_max - anchor), 0) + tl.sum(tl.exp(z - anchor), 0)
+    total = tl.sum(group_total, 0)
+    if HAS_SMOOTHING:
+        total += tl.sum(tl.where(rest < V, z - origin, 0.0), 0)
+    return row_max, tl.log(row_sum), total
 
 
 @triton.jit
@@ -89,7 +99,7 @@ def _load(row_ptr, columns, stride_v, end, is_whole, softcap, HAS_SOFTCAP: tl.co
         x = tl.load(pointers, mask=columns < end, other=-float("inf"), eviction_policy=EVICTION)
     z, slope = _softcapped(x, softcap, HAS_SOFTCAP)
     if HAS_SOFTCAP:
-        z = tl.where(columns < end, z, -float("inf"))
+        z = tl.where(columns < end, z, -float("inf"))  # softcap(-inf) is -softcap
     return z, slope
 
 
@@ -111,7 +121,7 @@ def _store_gradient(
     row_max,
     log_sum,
     p_scale,
-    uniform,
+    share,
     label_scale,
     softcap,
     HAS_SMOOTHING: tl.constexpr,
@@ -119,13 +129,16 @@ def _store_gradient(
     EVICTION: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes p_scale * p - uniform, less `label_scale` at the label, over the WIDTH classes from `start` to `end`."""
+    """Writes (p_scale * p - share - label_scale at the label) * dz/dx over the WIDTH classes from `start` to `end`.
+
+    Or 0 if the label is none.
+    """
     columns = start + tl.arange(0, WIDTH)
     is_whole = start + WIDTH <= end
     z, slope = _load(row_ptr, columns, stride_v, end, is_whole, softcap, HAS_SOFTCAP, EVICTION)
     gradient = p_scale * tl.exp((z - row_max) - log_sum)
     if HAS_SMOOTHING:
-        gradient -= uniform
+        gradient -= share
     if (label >= start) & (label < start + WIDTH):
         gradient -= tl.where(columns == label, label_scale, 0.0)
     gradient = tl.where(label >= 0, gradient * slope, 0.0)
@@ -166,27 +179,20 @@ def _rows_kernel(
     label = tl.load(labels_ptr + row).to(tl.int64)
     is_class = (label >= 0) & (label < V)
     label = tl.where(label == ignore_index, IGNORED, tl.where(is_class, label, BAD)).to(tl.int32)
-    # The tiles end at a multiple of 16, so that their loads and stores stay wide; up to 15 classes are left.
-    end = V // 16 * 16
+    end = V // REST * REST
 
     if FORWARD:
-        # Read before the reductions over lanes, which are barriers: no warp overwrites it before every warp has it.
+        # Read before the reductions over groups, which are barriers: no warp overwrites it before every warp has it.
         x_label = tl.load(row_ptr + label.to(tl.int64) * stride_v, mask=label >= 0, other=0.0)
         z_label, _ = _softcapped(x_label, softcap, HAS_SOFTCAP)
         # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
         origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
-        lane_max, lane_sum, lane_total = _statistics(
-            row_ptr, stride_v, V, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V
+        row_max, log_sum, total = _statistics(
+            row_ptr, stride_v, V, end, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V
         )
-        rest = end + tl.arange(0, 16)
-        z_rest, _ = _load(row_ptr, rest, stride_v, V, False, softcap, HAS_SOFTCAP, "evict_last")
-        row_max = tl.maximum(tl.max(lane_max, 0), tl.max(z_rest, 0))
-        anchor = _finite(row_max)
-        log_sum = tl.log(tl.sum(lane_sum * tl.exp(lane_max - anchor), 0) + tl.sum(tl.exp(z_rest - anchor), 0))
         cross_entropy = log_sum - (z_label - row_max)
         loss = cross_entropy
         if HAS_SMOOTHING:
-            total = tl.sum(lane_total, 0) + tl.sum(tl.where(rest < V, z_rest - origin, 0.0), 0)
             uniform = log_sum - ((origin - row_max) + total / V)
             loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
         loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
@@ -204,21 +210,21 @@ def _rows_kernel(
     if BACKWARD:
         drow_ptr = dlogits_ptr + row * dstride_n
         p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
-        uniform = scale * label_smoothing / V
+        share = scale * label_smoothing / V
         label_scale = scale * (1 - label_smoothing)
-        # After pass 1 the row's last use; backward alone is faster without the hint.
+        # The row's last use, if pass 1 was here; a backward alone is faster without the hint.
         EVICTION: tl.constexpr = "evict_first" if FORWARD else ""
         if end < V:
             _store_gradient(
                 row_ptr, drow_ptr, stride_v, dstride_v, end, V, label, row_max, log_sum,
-                p_scale, uniform, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, EVICTION, 16,
+                p_scale, share, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, EVICTION, REST,
             )  # fmt: skip
         # From the end of the row to its start: what was read last is still in the cache.
         tiles = tl.cdiv(end, BLOCK_V)
         for tile in range(tiles):
             _store_gradient(
                 row_ptr, drow_ptr, stride_v, dstride_v, (tiles - 1 - tile) * BLOCK_V, end, label, row_max, log_sum,
-                p_scale, uniform, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, EVICTION, BLOCK_V,
+                p_scale, share, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, EVICTION, BLOCK_V,
             )  # fmt: skip
 
 
@@ -228,7 +234,10 @@ def runs_triton(tensor: Tensor) -> bool:
 
 
 def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
-    """Writes the results of `logits` [N, V], which are left alone, into `rows`; `labels` [N] are contiguous."""
+    """Writes the results of `logits` [N, V], which are left alone, into `rows`.
+
+    Here and below vectors of length N are contiguous, and `labels` int64.
+    """
     if not runs_triton(logits):
         return reference.forward_rows(logits, labels, objective, rows)
     _launch(logits, None, labels, rows, None, objective)
@@ -245,6 +254,7 @@ def backward_rows(
     logits: Tensor,
     labels: Tensor,
     objective: Objective,
+    *,
     row_max: Tensor,
     log_sum: Tensor,
     dlosses: Tensor,
@@ -252,14 +262,15 @@ def backward_rows(
 ) -> None:
     """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
     if not runs_triton(logits):
-        return reference.backward_rows(logits, labels, objective, row_max, log_sum, dlosses, dlogits)
-    _launch(logits, dlogits, labels, Rows(None, None, row_max, log_sum), dlosses, objective)
+        vectors = {"row_max": row_max, "log_sum": log_sum, "dlosses": dlosses}
+        return reference.backward_rows(logits, labels, objective, **vectors, dlogits=dlogits)
+    _launch(logits, dlogits, labels, (None, None, row_max, log_sum), dlosses, objective)
 
 
 def _launch(
-    logits: Tensor, dlogits: Tensor | None, labels: Tensor, rows: Rows, dlosses: Tensor | None, objective: Objective
+    logits: Tensor, dlogits: Tensor | None, labels: Tensor, rows: tuple, dlosses: Tensor | None, objective: Objective
 ) -> None:
-    """Runs the forward unless `dlosses` is given, and the backward if `dlogits` is."""
+    """Runs the forward unless `dlosses` is given, and the backward if `dlogits` is; `rows` are the fields of Rows."""
     n_rows, vocab = logits.shape
     if n_rows == 0:
         return
@@ -291,10 +302,10 @@ def _launch(
 def launch_options(logits: Tensor, dlogits: Tensor | None, has_forward: bool, has_softcap: bool) -> dict[str, int]:
     """Tile width, warps and register limit as keyword arguments of the kernel.
 
-    A lane takes 16 elements of a tile, which is two 16-byte loads of bf16 in flight, and 32 registers, so that 2048
-    lanes run on a multiprocessor. Forward alone is fastest with many small programs, backward alone with few large
-    ones. For both in one launch, wide rows get wide tiles: few rows are in flight then, and fit into the L2 cache that
-    the second pass reads from. Measured on an H200 for rows of 8192 to 256000 bf16 logits.
+    A lane takes 16 elements of a tile, which is two 16-byte loads of bf16 in flight, and in the plain bf16 case 32
+    registers, so that 2048 lanes run on a multiprocessor. Forward alone is fastest with many small programs, backward
+    alone with few large ones. For both in one launch, wide rows get wide tiles: few rows are in flight then, and fit
+    into the L2 cache that the second pass reads from. Measured on an H200 for rows of 8192 to 256000 bf16 logits.
     """
     width = triton.next_power_of_2(logits.shape[1])
     if dlogits is None:
@@ -305,7 +316,7 @@ def launch_options(logits: Tensor, dlogits: Tensor | None, has_forward: bool, ha
         block = 16384 if width > 16384 else 2048
     if any(tensor is not None and tensor.stride(0) % 16 for tensor in (logits, dlogits)):
         block = 1024  # rows that start anywhere are read element by element
-    block = max(min(block, width), 128)
+    block = max(min(block, width), 128)  # a warp of 64 lanes has 128 elements at least, two a lane
     options = {"BLOCK_V": block, "num_warps": max(block // (16 * WARP_SIZE), 1)}
     # Without a limit the widest programs take more. fp32, softcap and sm_100, where it was not measured, would spill.
     is_plain = logits.itemsize == 2 and not has_softcap

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import row_kernels
 
-BLOCK = 4096  # 8 warps of 32 lanes with 16 elements each
+BLOCK = 4096
+NUM_WARPS = BLOCK // (16 * row_kernels.WARP_SIZE)  # 16 elements a lane: two 16-byte loads of bf16
 
 
 @triton.jit
@@ -33,8 +34,8 @@ def _scale_kernel(
 
 
 def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient` (contiguous) times `factor` ([] fp32) in `dtype`; `gradient` is overwritten if that is its own."""
-    if type(gradient) is not Tensor:  # traced, and the compiler reuses the memory by itself
+    """`gradient` (contiguous) times `factor` ([] fp32) in `dtype`: over `gradient` itself if that is its dtype."""
+    if type(gradient) is not Tensor:  # a stand-in, while compiling; the compiler reuses the memory by itself
         return (gradient * factor).to(dtype)
     in_place = gradient.dtype == dtype
     scaled = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
@@ -43,6 +44,8 @@ def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     elif gradient.numel():
         grid = (triton.cdiv(gradient.numel(), BLOCK),)
         with torch.cuda.device_of(gradient):
-            _scale_kernel[grid](gradient, scaled, factor, gradient.numel(), IN_PLACE=in_place, BLOCK=BLOCK, num_warps=8)
+            _scale_kernel[grid](
+                gradient, scaled, factor, gradient.numel(), IN_PLACE=in_place, BLOCK=BLOCK, num_warps=NUM_WARPS
+            )
         torch.autograd.graph.increment_version(scaled)
     return scaled.detach()  # a tensor of its own, so that autograd may keep it as .grad without a copy

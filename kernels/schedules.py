@@ -1,13 +1,14 @@
 """The loop behind `linear_cross_entropy`: token chunks, so that only `chunk` rows of logits are alive at once.
 
 Per chunk of C rows: logits into one preallocated [C, V] buffer, dlogits over them, the chunk's rows of dhidden by one
-GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as without chunks; nothing is allocated
-per chunk.
+GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as without chunks (but for small ones, see
+below); on a GPU nothing is allocated per chunk.
 
 Peak bytes with bf16 compute beyond the inputs: 2CV for the chunk, 4VD for dweight in fp32 (the returned gradient
 itself when the weight is fp32), 2ND or 4ND for dhidden. A bf16 weight with more than one chunk needs the fp32 buffer
 beside the returned dweight, because a bf16 sum loses small contributions (its error grows with the number of chunks).
-Under autocast, fp32 inputs are copied to bf16 for as long as the loop runs: 2VD + 2ND.
+fp16 inputs need fp32 buffers for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as the
+loop runs: 2VD + 2ND.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,14 +55,15 @@ def empty_gradients(
 ) -> Gradients:
     """Buffers for the wanted gradients in the dtypes to sum in.
 
-    That is fp32, or the dtype of the input itself if one GEMM makes the whole gradient. But for fp16: the sum over all
-    tokens may pass its range where the mean, scaled in backward, does not.
+    That is fp32, or the dtype of the input itself where chunks add nothing to each other: dhidden, and dweight of a
+    single chunk. fp16 is always summed in fp32: the sum over all tokens may pass its range where the mean, scaled in
+    backward, does not.
     """
 
-    def buffer(tensor: Tensor | None, is_wanted: bool, is_one_gemm: bool) -> Tensor | None:
+    def buffer(tensor: Tensor | None, is_wanted: bool, is_one_sum: bool) -> Tensor | None:
         if tensor is None or not is_wanted:
             return None
-        keeps_dtype = is_one_gemm and tensor.dtype != torch.float16
+        keeps_dtype = is_one_sum and tensor.dtype != torch.float16
         return tensor.new_empty(tensor.shape, dtype=tensor.dtype if keeps_dtype else torch.float32)
 
     one_chunk = hidden.shape[0] <= chunk
@@ -84,16 +86,17 @@ def token_chunks_backward(
     labels: Tensor,
     objective: Objective,
     chunk: int,
+    gradients: Gradients,
+    *,
     row_max: Tensor,
     log_sum: Tensor,
     dlosses: Tensor,
-    gradients: Gradients,
 ) -> None:
     """Fills `gradients` for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
     accumulator = _Accumulator(head, chunk, gradients)
     for part, logits in _logits_of_chunks(head, chunk):
-        vectors = (vector[part] for vector in (row_max, log_sum, dlosses))
-        row_kernels.backward_rows(logits, labels[part], objective, *vectors, logits)
+        vectors = {"row_max": row_max[part], "log_sum": log_sum[part], "dlosses": dlosses[part]}
+        row_kernels.backward_rows(logits, labels[part], objective, **vectors, dlogits=logits)
         accumulator.add(part, logits)
 
 
@@ -142,7 +145,7 @@ class _Accumulator:
 
 
 def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
-    """`out` = a @ b, plus `out` if `add`; summed in fp32 whatever the dtypes."""
+    """`out` = a @ b, plus `out` if `add`: summed in fp32, then rounded to the dtype of `out`."""
     options = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if options and not a.is_cuda:  # CPU tensors have no out_dtype
         a, b, options = a.to(out.dtype), b.to(out.dtype), {}
