@@ -45,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
         dlogits = logits if ctx.may_overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
         vectors = {"row_max": row_max, "log_sum": log_sum, "dlosses": dlosses.contiguous()}
         backward_rows(logits, labels, ctx.objective, **vectors, dlogits=dlogits)
-        return dlogits, None, None, None
+        return dlogits.detach(), None, None, None  # without the graph that made the logits
 
 
 def _may_overwrite(logits: Tensor) -> bool:
@@ -160,6 +160,9 @@ def cross_entropy(
     a buffer of its own if `input` is a leaf, a view of a leaf, or has rows that share memory, if compiled code returned
     it, or if forward ran under saved-tensor hooks, such as those of activation checkpointing. Inside torch.compile
     forward makes the gradient, `input` is never overwritten, and a second backward is right.
+
+    Autograd checks neither what was saved under hooks nor what compiled autograd reads. So if the operations that made
+    `input` run under saved-tensor hooks, let the loss run under them too, and give compiled autograd a compiled loss.
 
     Args:
         input: [N, V] logits, fp32, bf16 or fp16, any strides.

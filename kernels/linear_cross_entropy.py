@@ -131,6 +131,14 @@ def _compute_again(ctx, dlosses, *_):
 _per_token.register_autograd(_compute_again, setup_context=_save_inputs)
 
 
+def _refuse_vmap(info, in_dims, *arguments):
+    raise NotImplementedError("linear_cross_entropy has no vmap: flatten the batch into the tokens")
+
+
+_sums.register_vmap(_refuse_vmap)
+_per_token.register_vmap(_refuse_vmap)
+
+
 def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
     return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 

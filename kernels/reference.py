@@ -41,6 +41,8 @@ class Objective:
     softcap: float | None = None
 
     def __post_init__(self):
+        if not isinstance(self.ignore_index, int) or not -(2**63) <= self.ignore_index < 2**63:
+            raise ValueError(f"ignore_index must be an integer of 64 bits, got {self.ignore_index!r}")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1), got {self.label_smoothing}")
         if not 0.0 <= self.z_loss < math.inf:

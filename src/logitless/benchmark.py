@@ -1,25 +1,21 @@
-"""Rows of the benchmark: what `trials.py` measured, of which implementation, on what, with which versions.
+"""Rows of the benchmark: what `measurements.py` measured, of which implementation, on what, with which versions.
 
 A row is a dictionary, one line of JSON. An implementation that cannot be measured leaves a row too, with the reason.
 """
 
 import gc
-import importlib.metadata
-import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from logitless import memory
-from logitless.measurements import copy_gb_per_s
+from logitless.measurements import LOGITS_KERNELS, MeasuredHead, MeasuredLogits, copy_gb_per_s
 from logitless.peers import FAMILIES, Family, Loss, chosen
 from logitless.problems import DTYPES, Shape, make_inputs, make_logits
-from logitless.records import new_record
-from logitless.trials import LOGITS_KERNELS, HeadTrial, LogitsTrial
+from logitless.records import new_record, package_version
 
 INPUT_SETS = 2
 
@@ -43,63 +39,84 @@ class Case(NamedTuple):
 
 
 def bench(cases: list[Case], words: list[str] | None) -> Iterator[dict]:
-    """Yields a row for every case and every implementation that `words` ask for (None: all), as it is measured.
+    """Yields a row for every case and every implementation that `words` ask for (none: all), as it is measured.
 
-    An implementation that is not installed gives a row with status "absent" and the reason, one that raises "oom" or
-    "error" and the message; the others go on.
+    A word asks for all whose names begin with it, in any case. An implementation that is not installed gives a row with
+    status "absent" and the reason, and so does a word that asks for nothing in this case; an implementation that raises
+    gives one with "oom" or "error" and the message. The others go on.
 
     Raises:
-        ValueError: before anything is measured, for a word that asks for nothing.
+        ValueError: at once, before the first row is asked for, for a word that asks for nothing in any case.
     """
-    names = (*LOGITS_KERNELS, *(family.name for family in FAMILIES))
-    for word in words or ():
-        if not chosen(names, [word]) and not any(family.may_have(word) for family in FAMILIES):
-            raise ValueError(f"no implementation's name begins with {word!r}: there are {', '.join(names)}")
+    words = words or [""]  # with which every name begins
+    for word in words:
+        if not chosen(LOGITS_KERNELS, [word]) and not any(family.may_have(word) for family in FAMILIES):
+            names = (*LOGITS_KERNELS, *(family.name for family in FAMILIES))
+            raise ValueError(f"no implementation's name begins with {word!r}: they begin with {', '.join(names)}")
+    return _bench(cases, words)
+
+
+def _bench(cases: list[Case], words: list[str]) -> Iterator[dict]:
     torch.set_float32_matmul_precision("highest")  # no TF32 in an fp32 yardstick
     for case in cases:
         record = new_record({}, case.device)
         facts = {name: record[name] for name in ("time", "command", "commit", "device")} | case.facts()
         facts["versions"] = {name: record["versions"][name] for name in ("python", "torch", "triton")}
         facts["copy_gb_per_s"] = copy_gb_per_s(case.device)
-        rows = _bench_head if case.shape.width else _bench_logits
-        for row in rows(case, words):
+        is_head = case.shape.width is not None
+        rows = _bench_head(case, words) if is_head else _bench_logits(case, words, facts["copy_gb_per_s"])
+        for row in rows:
             versions = facts["versions"] | row.pop("package", {})
             yield {"method": row["method"]} | facts | row | {"versions": versions}
 
 
-def _bench_head(case: Case, words: list[str] | None) -> Iterator[dict]:
-    families = [family for family in FAMILIES if words is None or any(map(family.may_have, words))]
-    if not families:
+def _bench_head(case: Case, words: list[str]) -> Iterator[dict]:
+    """Rows for the families' implementations; the inputs are made only if a word asks for one of them."""
+    asked = {family: [word for word in words if family.may_have(word)] for family in FAMILIES}
+    strangers = [word for word in words if not any(word in own for own in asked.values())]
+    yield from _unanswered(strangers, [family.name for family in FAMILIES], "a head")
+    if not any(asked.values()):
         return
     dtypes = {"dtype": DTYPES[case.dtype], "weight_dtype": DTYPES[case.weight_dtype]}
     try:
-        trial = HeadTrial(make_inputs(case.shape, case.kind, **dtypes, device=case.device, sets=INPUT_SETS))
+        head = MeasuredHead(make_inputs(case.shape, case.kind, **dtypes, device=case.device, sets=INPUT_SETS))
     except Exception as error:
         yield {"method": "inputs and gold"} | _failure(error)
         return
-    for family in families:
-        package = {"package": {family.package: _version(family.package)}}
+    for family in (family for family in FAMILIES if asked[family]):
+        package = {"package": {family.package: package_version(family.package)}}
         losses, refusal = _load(family, case)
         if refusal:
             yield {"method": family.name} | refusal | package
-        for name in losses if words is None else chosen(losses, words):
-            yield {"method": name} | _guarded(partial(trial.measure, losses[name])) | package
+            continue
+        for row in _unanswered(asked[family], losses, f"N = {case.shape.n_tokens} and {case.dtype}"):
+            yield row | package
+        for name in chosen(losses, asked[family]):
+            yield {"method": name} | _guarded(partial(head.measure, losses[name])) | package
 
 
-def _bench_logits(case: Case, words: list[str] | None) -> Iterator[dict]:
+def _bench_logits(case: Case, words: list[str], bandwidth: float) -> Iterator[dict]:
     """Rows for our kernels on logits alone, in every form they have."""
-    names = LOGITS_KERNELS if words is None else chosen(LOGITS_KERNELS, words)
+    yield from _unanswered(words, LOGITS_KERNELS, "logits without a head")
+    names = chosen(LOGITS_KERNELS, words)
     if not names:
         return
     try:
         generator = torch.Generator(case.device).manual_seed(0)
         sets = [make_logits(case.shape, case.kind, DTYPES[case.dtype], generator) for _ in range(INPUT_SETS)]
-        trial = LogitsTrial(sets)
+        logits = MeasuredLogits(sets, bandwidth)
     except Exception as error:
         yield {"method": "inputs"} | _failure(error)
         return
     for name in names:
-        yield {"method": name} | _guarded(partial(trial.measure, name))
+        yield {"method": name} | _guarded(partial(logits.measure, name))
+
+
+def _unanswered(words: Iterable[str], names: Iterable[str], case: str) -> Iterator[dict]:
+    """A row for each word that none of the `names` which `case` has begins with."""
+    for word in words:
+        if not chosen(names, [word]):
+            yield {"method": word, "status": "absent", "reason": f"for {case} there are {', '.join(names)}"}
 
 
 def _load(family: Family, case: Case) -> tuple[dict[str, Loss], dict | None]:
@@ -129,18 +146,3 @@ def _failure(error: Exception) -> dict:
     """The status and reason of a row that could not be measured."""
     reason = "".join(traceback.format_exception_only(error)).strip()[:1000]
     return {"status": "oom" if memory.is_out_of_memory(error) else "error", "reason": reason}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def append_row(row: dict, path: Path) -> None:
-    """Writes the row as one line after any that are there; numbers that are not finite become null."""
-    finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as stream:
-        stream.write(json.dumps(finite) + "\n")

@@ -15,8 +15,14 @@ import altair as alt
 AXES = {"n_tokens": "tokens N", "vocab": "vocabulary V", "width": "width D"}
 CASE = ("inputs", "dtype", "weight_dtype")
 LEAST_MIB = 1.0  # where a logarithmic axis begins
-PANEL_WIDTH, PANEL_HEIGHT = 430, 330  # pixels
+PANEL_WIDTH, PANEL_HEIGHT = 430, 330  # pixels, of time against memory
+SWEEP_WIDTH, SWEEP_HEIGHT = 290, 230  # pixels, of a sweep
 LETTER_WIDTH, LINE_HEIGHT = 6.2, 13  # pixels of a label
+POINT, GAP = 5, 8  # pixels from a point's middle to its edge, and to its label
+ROOM = 0.12  # of the values' range, free before and behind them: half a label's width, by eye
+LEAST_ROOM = 1.05  # the same as a factor, where all values are alike
+WIDE = 30  # the largest over the smallest value, beyond which ticks at 1 and 3 of each decade are enough
+CROSS = {"shape": "cross", "angle": 45, "size": 90}  # stands for "out of memory"
 
 
 class Sweeps(NamedTuple):
@@ -86,36 +92,48 @@ def _time_memory_panel(case: tuple, rows: list[dict]) -> alt.LayerChart:
         if _is_measured(row)
     ]
     x_scale = _Log([point["mib"] for point in points], PANEL_WIDTH)
-    y_scale = _Log([1.0, *(point["ratio"] for point in points)], PANEL_HEIGHT)
+    failures = [row["method"] for row in rows if row["status"] == "oom"]
+    band = LINE_HEIGHT * len(failures)
+    y_scale = _Log([1.0, *(point["ratio"] for point in points)], PANEL_HEIGHT, band)
     pixels = [(x_scale.pixel(point["mib"]), y_scale.pixel(point["ratio"])) for point in points]
-    labels = [point["method"] for point in points]
+    labels, limit = [point["method"] for point in points], y_scale.pixel(1.0)
+    taken = [(0, limit - 2, PANEL_WIDTH, limit + 2), (0, PANEL_HEIGHT - band, PANEL_WIDTH, PANEL_HEIGHT)]
     for point, label, (x, _), (left, middle) in zip(
-        points, labels, pixels, place_labels(pixels, labels, y_scale.pixel(1.0)), strict=True
+        points, labels, pixels, place_labels(pixels, labels, taken), strict=True
     ):
         near = left - 2 if left > x else left + LETTER_WIDTH * len(label)
         point |= {"label_mib": x_scale.value(left), "label_ratio": y_scale.value(middle), "near": x_scale.value(near)}
     y_title = "time / time of the three GEMMs"
     x = alt.X("mib:Q", title=f"transient memory (MiB, from {LEAST_MIB:g})", scale=x_scale.scale(), axis=x_scale.axis())
     y = alt.Y("ratio:Q", title=y_title, scale=y_scale.scale(), axis=y_scale.axis())
-    base = alt.Chart(alt.Data(values=points)).encode(color=alt.Color("family:N", legend=None))
+    color = alt.Color("family:N", legend=None)
+    base = alt.Chart(alt.Data(values=points)).encode(color=color)
     dots = base.mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y)
     leaders = base.mark_rule(opacity=0.4).encode(x=x, y=y, x2="near:Q", y2="label_ratio:Q")
     text = base.mark_text(align="left", baseline="middle").encode(x="label_mib:Q", y="label_ratio:Q", text="method:N")
-    limit = alt.Chart(alt.Data(values=[{"ratio": 1.0}])).mark_rule(strokeDash=[5, 4]).encode(y=y)
+    gemms = alt.Chart(alt.Data(values=[{"ratio": 1.0}])).mark_rule(strokeDash=[5, 4]).encode(y=y)
+    corner = [  # where those stand that have neither time nor memory
+        {"family": method.split()[0], "label": f"{method}: out of memory", "mib": x_scale.value(PANEL_WIDTH - GAP)}
+        | {"ratio": y_scale.value(PANEL_HEIGHT - LINE_HEIGHT * (i + 0.5))}
+        for i, method in enumerate(failures)
+    ]
+    failed = alt.Chart(alt.Data(values=corner)).encode(x=x, y=y, color=color)
+    crosses = failed.mark_point(**CROSS) + failed.mark_text(align="right", dx=-GAP).encode(text="label:N")
     (n_tokens, vocab, width), inputs, dtype, weight_dtype = case
     title = f"N = {n_tokens}, V = {vocab}, D = {width}, {inputs} inputs, {dtype}, {weight_dtype} weight"
-    missing = [f"{row['method']}: {row['status']}" for row in rows if not _is_measured(row)]
+    missing = [f"{row['method']}: {row['status']}" for row in rows if not _is_measured(row) and row["status"] != "oom"]
     subtitle = textwrap.wrap(", ".join(missing), 80)
-    layers = alt.layer(limit, leaders, dots, text).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
+    layers = alt.layer(gemms, leaders, dots, text, crosses).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
     return layers.properties(title=alt.TitleParams(title, subtitle=subtitle, anchor="start", fontSize=12))
 
 
 class _Log:
-    """A logarithmic axis of known length in pixels, with room around its values."""
+    """A logarithmic axis of known length in pixels, with room around its values, and a free `band` behind them."""
 
-    def __init__(self, values: list[float], length: int):
-        margin = max((max(values) / min(values)) ** 0.12, 1.05)
-        self.low, self.high, self.length = min(values) / margin, max(values) * margin, length
+    def __init__(self, values: list[float], length: int, band: float = 0.0):
+        margin = max((max(values) / min(values)) ** ROOM, LEAST_ROOM)
+        self.low, self.length = min(values) / margin, length
+        self.high = self.low * (max(values) * margin / self.low) ** (length / (length - band))
 
     def pixel(self, value: float) -> float:
         return self.length * math.log(value / self.low) / math.log(self.high / self.low)
@@ -128,24 +146,25 @@ class _Log:
 
     def axis(self) -> alt.Axis:
         """Ticks at round numbers, as many as fit."""
-        wide = self.high / self.low > 30
-        steps = (1, 3) if wide else (1, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7)
+        steps = (1, 3) if self.high / self.low > WIDE else (1, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         ticks = [step * 10.0**power for power in powers for step in steps]
         return alt.Axis(values=[tick for tick in ticks if self.low <= tick <= self.high], format=",~g")
 
 
-def place_labels(points: list[tuple[float, float]], labels: list[str], line: float) -> list[tuple[float, float]]:
-    """Where labels begin (left end, middle of the text), in pixels; they cover no point, no other, and not the `line`.
+def place_labels(
+    points: list[tuple[float, float]], labels: list[str], taken: list[tuple[float, float, float, float]]
+) -> list[tuple[float, float]]:
+    """Where labels begin (left end, middle of the text), in pixels; they cover no point, no other, and nothing `taken`.
 
     Beside its point if there is room, or as near above or below as there is; beside it anyhow if the panel is full.
     """
-    taken = [(0, line - 2, PANEL_WIDTH, line + 2), *((x - 5, y - 5, x + 5, y + 5) for x, y in points)]
+    taken = [*taken, *((x - POINT, y - POINT, x + POINT, y + POINT) for x, y in points)]
     places = []
     for (x, y), label in zip(points, labels, strict=True):
         length = LETTER_WIDTH * len(label)
         rises = sorted(range(-12, 13), key=abs)
-        candidates = [(left, y + rise * LINE_HEIGHT / 2) for rise in rises for left in (x + 8, x - 8 - length)]
+        candidates = [(left, y + rise * LINE_HEIGHT / 2) for rise in rises for left in (x + GAP, x - GAP - length)]
         boxes = [(left, middle - 6, left + length, middle + 6) for left, middle in candidates]
         free = [
             candidate
@@ -179,9 +198,9 @@ def head_scaling(rows: list[dict]) -> alt.VConcatChart | None:
         panels = [_scaling_panel(rows, sweeps, axis, name, title, methods) for axis in sweeps.sizes]
         lines.append(alt.hconcat(*panels))
     base = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", sweeps.base, strict=True))
-    title = (
-        f"Loss of a head around {base}; {case[0]} inputs, {case[1]}, {case[2]} weight; dashed: the three GEMMs alone"
-    )
+    title = f"Loss of a head around {base}; {case[0]} inputs, {case[1]}, {case[2]} weight"
+    title += "; dashed: the three GEMMs alone"
+    title += "; crosses: out of memory" if any(row["status"] == "oom" for row in rows) else ""
     return alt.vconcat(*lines).properties(title=_provenance(title, rows))
 
 
@@ -189,8 +208,6 @@ def _scaling_panel(
     rows: list[dict], sweeps: Sweeps, axis: str, name: str, title: str, methods: list[str]
 ) -> alt.LayerChart:
     least = LEAST_MIB if name == "transient_mib" else 0.0
-    values = [max(row[name], least) for row in rows if row.get(name) is not None]
-    low, high = min(values) / 1.3, max(values) * 1.6
     here = {sweeps.shape(axis, size): size for size in sweeps.sizes[axis]}
     near = [row for row in rows if shape_of(row) in here]
     points = [
@@ -198,19 +215,19 @@ def _scaling_panel(
         for row in near
         if row.get(name) is not None
     ]
+    sizes, values = sweeps.sizes[axis], [max(row[name], least) for row in rows if row.get(name) is not None]
+    band = LINE_HEIGHT if any(row["status"] == "oom" for row in rows) else 0
+    x_scale, y_scale = _Log(sizes, SWEEP_WIDTH), _Log(values, SWEEP_HEIGHT, band)
+    top = y_scale.value(SWEEP_HEIGHT - band / 2)
     failures = [
-        {"size": here[shape_of(row)], "value": high / 1.1, "method": row["method"]}
-        for row in near
-        if row["status"] == "oom"
+        {"size": here[shape_of(row)], "value": top, "method": row["method"]} for row in near if row["status"] == "oom"
     ]
-    sizes = sweeps.sizes[axis]
-    x_scale = alt.Scale(type="log", domain=[sizes[0] / 1.1, sizes[-1] * 1.1], nice=False)
-    x = alt.X("size:Q", title=AXES[axis], scale=x_scale, axis=alt.Axis(values=sizes, format="d", labelOverlap=True))
-    y_scale = alt.Scale(type="log", domain=[low, high], nice=False)
-    y = alt.Y("value:Q", title=title, scale=y_scale, axis=alt.Axis(format=",~g", tickCount=6))
+    x_axis = alt.Axis(values=sizes, format="d", labelOverlap=True)
+    x = alt.X("size:Q", title=AXES[axis], scale=x_scale.scale(), axis=x_axis)
+    y = alt.Y("value:Q", title=title, scale=y_scale.scale(), axis=alt.Axis(format=",~g", tickCount=6))
     color = alt.Color("method:N", title=None, scale=alt.Scale(domain=methods, scheme="tableau20"), sort=methods)
     lines = alt.Chart(alt.Data(values=points)).mark_line(point=True, strokeWidth=1.5).encode(x=x, y=y, color=color)
-    crosses = alt.Chart(alt.Data(values=failures)).mark_point(shape="cross", angle=45, size=90)
+    crosses = alt.Chart(alt.Data(values=failures)).mark_point(**CROSS)
     layers = [lines, crosses.encode(x=x, y=y, color=color)]
     if name == "total_ms":
         by_size = {
@@ -218,7 +235,7 @@ def _scaling_panel(
         }
         limit = [{"size": size, "value": statistics.median(times)} for size, times in by_size.items() if times]
         layers.append(alt.Chart(alt.Data(values=limit)).mark_line(color="black", strokeDash=[5, 4]).encode(x=x, y=y))
-    return alt.layer(*layers).properties(width=290, height=230)
+    return alt.layer(*layers).properties(width=SWEEP_WIDTH, height=SWEEP_HEIGHT)
 
 
 def _provenance(text: str, rows: Iterable[dict]) -> alt.TitleParams:

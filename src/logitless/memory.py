@@ -1,13 +1,20 @@
-"""Peak memory of a device: the CUDA allocator's counters on a GPU, the bytes of live tensors on a CPU.
+"""Peak memory of a device: the CUDA allocator's counters on a GPU; on a CPU the bytes of live tensors.
 
 A meter is a context manager; inside it, `peaks()` are the largest values since the last `reset()`, in GiB = 2**30 bytes
 and under the name of what was measured. Resident memory is no measure: it keeps what the allocator does not give back.
+`peak_bytes` is for a few calls instead of a run: on a CPU PyTorch's profiler sees inside operators too, but is slow.
 """
 
+import os
+import sys
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -84,6 +91,45 @@ class LiveTensorMeter(TorchDispatchMode):
 def meter(module: nn.Module, device: torch.device) -> CudaMeter | LiveTensorMeter:
     """The meter for `device`, for a run that trains `module`."""
     return CudaMeter(device) if device.type == "cuda" else LiveTensorMeter(module)
+
+
+def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int:
+    """Bytes that the device's allocator has handed out while `steps` run, at most, above those out before.
+
+    `LiveTensorMeter` would not see what PyTorch's own operators and compiled code allocate inside themselves.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        for step in steps:
+            step()
+        return torch.cuda.max_memory_allocated(device) - before
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():
+        profiler.start()
+    try:
+        for step in steps:
+            step()
+    finally:
+        with _silent_stderr():
+            profiler.stop()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Without the two lines that the profiler writes whenever it starts and stops, past Python's own stderr."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

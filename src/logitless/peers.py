@@ -8,6 +8,7 @@ Liger-Kernel: linkedin/Liger-Kernel (arXiv 2410.10989). CCE: apple/ml-cross-entr
 Dao-AILab/quack.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy
 from kernels.linear_cross_entropy import linear_cross_entropy
+from logitless.problems import DTYPES
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -34,18 +36,25 @@ class Family(NamedTuple):
     """By name, for N tokens and a compute dtype of bf16, fp16 or fp32; raises ImportError where they are absent."""
 
     def may_have(self, word: str) -> bool:
-        """Whether `word` may be a name in this family, or the beginning of one."""
-        name, word = self.name.lower(), word.lower()
-        return name.startswith(word) or word.startswith(name)
+        """Whether a name in this family begins with `word` for some N and dtype.
+
+        Of a family that cannot be imported no name is known but its own, with which they all begin.
+        """
+        if chosen([self.name], [word]):
+            return True
+        if not chosen([word], [self.name]):
+            return False
+        try:
+            names = [name for dtype in DTYPES for name in self.implementations(sys.maxsize, dtype)]
+        except Exception:  # whatever it is, the family's row will say it
+            return True
+        return bool(chosen(names, [word]))
 
 
 def chosen(names: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Those of `names` that `words` ask for, in any case: the very name, or else all that begin with the word."""
-    names, wanted = list(names), set()
-    for word in words:
-        exact = [name for name in names if name.lower() == word.lower()]
-        wanted |= set(exact or [name for name in names if name.lower().startswith(word.lower())])
-    return [name for name in names if name in wanted]
+    """Those of `names` that begin with one of `words`, in any case."""
+    beginnings = tuple(word.lower() for word in words)
+    return [name for name in names if name.lower().startswith(beginnings)]
 
 
 def eager_fp32(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

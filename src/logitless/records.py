@@ -1,4 +1,4 @@
-"""One run's facts as one line of JSON, appended to record.jsonl in the run's folder, and the reader of many."""
+"""Records: facts of a run as one line of JSON, appended to record.jsonl in the run's folder; and the reader of many."""
 
 import json
 import platform
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ PACKAGES = ("triton", "lightning", "hydra-core", "wandb", "tokenizers")
 
 def new_record(config: dict, device: torch.device) -> dict:
     """What is known before a run starts: its config, the versions and the device."""
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {name: package_version(name) for name in PACKAGES}
     return {
         "status": "started",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -31,9 +31,18 @@ def new_record(config: dict, device: torch.device) -> dict:
 
 
 def append_record(record: dict, run_dir: Path) -> None:
-    """Writes the record in one write, after any that are there; numbers that are not finite become null."""
+    """Appends the record to the file of its run's folder."""
+    append_line(record, run_dir / FILE_NAME)
+
+
+def append_line(record: dict, path: Path) -> None:
+    """Writes the record to a file of JSON lines in one write, after any that are there, and makes its folder.
+
+    Numbers that are not finite become null.
+    """
     finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
-    with open(run_dir / FILE_NAME, "a") as stream:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as stream:
         stream.write(json.dumps(finite) + "\n")
 
 
@@ -50,17 +59,18 @@ def read_records(paths: Iterable[Path]) -> list[dict]:
     return records
 
 
+def package_version(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _commit() -> str | None:
     """The checkout's commit, with -dirty if files differ from it; None where there is no git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return None
