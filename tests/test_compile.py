@@ -1,5 +1,6 @@
-"""The losses as operators of torch.library: opcheck, torch.compile, checkpointing, saved-tensor hooks, CUDA graphs."""
+"""The losses as operators of torch.library: opcheck, torch.compile, CUDA graphs."""
 
+import functools
 import itertools
 import math
 import re
@@ -10,45 +11,42 @@ import hydra
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import IGNORE, gold, make_head, relative_error, sums_and_gradients
-from test_cross_entropy import OBJECTIVES, eager
-from test_kernels_gpu import peak_mib
+from heads import (
+    CHUNK,
+    IGNORE,
+    LOSSES,
+    OBJECTIVES,
+    D,
+    N,
+    V,
+    assert_equal,
+    eager_mean,
+    eager_rows,
+    every_loss,
+    fused,
+    gold,
+    inplace,
+    leaves_of,
+    loss_and_gradients,
+    make_head,
+    peak_mib,
+    per_token,
+    random_logits,
+    relative_error,
+)
 from test_model import make_gpt
 from tiny import BACKENDS, compose
-from torch import distributed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_fw_bw_and_get_code
-from torch.utils.checkpoint import checkpoint
 
 from kernels import reference, schedules
 from kernels.cross_entropy import cross_entropy
-from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.reference import Objective
 from logitless import losses
-from logitless.model import _rotary_table
 
-N, D, V, CHUNK = 385, 32, 97, 128  # three whole chunks and one of a single row
 OPS = torch.ops.logitless
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def fused(hidden, weight, labels, **options):
-    return linear_cross_entropy(hidden, weight, labels, **{"chunk": CHUNK} | options)
-
-
-def per_token(hidden, weight, labels, **options):
-    """The mean of the losses of reduction "none", whose backward computes the logits again."""
-    kept = (labels != IGNORE).sum()
-    return fused(hidden, weight, labels, reduction="none", **options).sum() / kept
-
-
-def inplace(hidden, weight, labels, **options):
-    return cross_entropy(F.linear(hidden, weight), labels, **options)
-
-
-LOSSES = {"fused": fused, "per token": per_token, "inplace": inplace}
-every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
 @pytest.fixture(autouse=True)
@@ -68,39 +66,10 @@ def inductor():
     return "inductor"
 
 
-def leaves_of(n: int = N, *, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0, v: int = V):
-    """hidden [n, D] and weight [v, D], which want gradients, and labels [n] of which one is ignored."""
-    hidden, weight, _, labels = make_head(n, v, D, seed=seed)
-    return *(t.to(device, dtype).requires_grad_() for t in (hidden, weight)), labels.to(device)
-
-
-def loss_and_gradients(loss, hidden, weight, labels, *, upstream: float = 0.37) -> dict:
-    """loss, dhidden and dweight of `loss` on copies of the leaves."""
-    tensors = {"hidden": hidden, "weight": weight}
-    return sums_and_gradients(lambda hidden, weight: loss(hidden, weight, labels), tensors, upstream)
-
-
-def plain(hidden, weight, labels, *, upstream: float = 0.37) -> dict:
-    """What PyTorch's own loss gives."""
-
-    def loss(hidden, weight, labels):
-        return F.cross_entropy(F.linear(hidden, weight), labels)
-
-    return loss_and_gradients(loss, hidden, weight, labels, upstream=upstream)
-
-
-def gradients_or_error(value, leaves, upstream: float) -> tuple | str:
-    """The gradients of `value`, whose graph is kept, or what autograd's error says."""
-    try:
-        return torch.autograd.grad(value, leaves, torch.tensor(upstream), retain_graph=True)
-    except RuntimeError as error:
-        return str(error)
-
-
-def assert_equal(ours: dict, right: dict, tolerance: float = 1e-5):
-    assert ours.keys() == right.keys()
-    errors = {name: relative_error(ours[name], value) for name, value in right.items()}
-    assert max(errors.values()) <= tolerance, errors
+@pytest.fixture
+def compiler(request):
+    """The name of the backend that the test asks for."""
+    return request.getfixturevalue("inductor") if request.param == "inductor" else request.param
 
 
 # opcheck
@@ -155,14 +124,16 @@ def test_opcheck_passes_inputs_of_any_strides(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", [OPS.cross_entropy.default, OPS.cross_entropy_.default], ids=str)
 def test_opcheck_passes_the_operators_on_logits(op, dtype, objective, device):
-    logits = torch.randn(9, 33, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    labels = torch.arange(9, device=device)
-    labels[2] = IGNORE
+    logits, labels = (tensor.to(device) for tensor in random_logits(9, 33))
+    logits, labels[2] = logits.to(dtype), IGNORE
     for layout in (logits, F.pad(logits, (0, 31))[:, :33]):
         torch.library.opcheck(op, (layout, labels, *asdict(objective).values()))
 
 
 # A compiled training step
+
+
+MODELS = {"untied": {"tied": False, "head_bias": True}, "tied": {"tied": True, "head_bias": False, "mlp": "gelu"}}
 
 
 def backend_of(name: str, objective: str = "plain"):
@@ -173,13 +144,12 @@ def backend_of(name: str, objective: str = "plain"):
     return hydra.utils.instantiate(compose(f"loss={name}", f"chunk={CHUNK}", *keys).loss)
 
 
-def train(backend, compile_, *, steps: int = 2, precision: torch.dtype = torch.float32, **model) -> dict:
-    """Loss, gradients and parameters of every step of the recipe's GPT on 385 tokens.
+def train(backend, compile_, *, model: str = "untied", precision: torch.dtype = torch.float32) -> dict:
+    """Loss, gradients and parameters of two steps of the recipe's GPT on 385 tokens.
 
     `compile_` takes the GPT and the function of (tokens, labels) that gives the loss, and returns such a function.
     """
-    model = {"n_layers": 1, "n_heads": 2, "width": D, "padded_vocab_size": V, "head_bias": True} | model
-    gpt = make_gpt(**model).train()
+    gpt = make_gpt(n_layers=1, n_heads=2, width=D, padded_vocab_size=V, **MODELS[model]).train()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, eps=1e-4)
     generator = torch.Generator().manual_seed(3)
     result = {}
@@ -189,22 +159,24 @@ def train(backend, compile_, *, steps: int = 2, precision: torch.dtype = torch.f
         return sums.loss / (labels != IGNORE).sum().clamp(min=1), sums.cross_entropy
 
     step = compile_(gpt, loss_of)
-    for number in range(steps):
+    for number in range(2):
         tokens, labels = torch.randint(V, (2, 5, N // 5), generator=generator)
         labels[0, :3] = IGNORE
         with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
             loss, cross_entropy_sum = step(gpt, tokens, labels)
         optimizer.zero_grad()
         loss.backward()
-        result |= {f"loss {number}": loss, f"cross-entropy {number}": cross_entropy_sum}
+        result |= {f"loss {number}": loss.detach(), f"cross-entropy {number}": cross_entropy_sum}
         result |= {f"d{name} {number}": p.grad.clone() for name, p in gpt.named_parameters()}
         optimizer.step()
         result |= {f"{name} {number}": p.detach().clone() for name, p in gpt.named_parameters()}
     return result
 
 
-def uncompiled(gpt, loss_of):
-    return loss_of
+@functools.cache
+def uncompiled(name: str, objective: str = "plain", **options) -> dict:
+    """`train` of the backend `name` without a compiler; not to be changed."""
+    return train(backend_of(name, objective), lambda gpt, loss_of: loss_of, **options)
 
 
 def whole(compiler):
@@ -216,20 +188,19 @@ def only_the_backbone(gpt, loss_of):
     return loss_of
 
 
-@pytest.mark.parametrize("model", [{}, {"tied": True, "head_bias": False, "mlp": "gelu"}], ids=["untied", "tied"])
-@pytest.mark.parametrize("objective", ["plain", "all"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_compiled_training_step_is_one_graph_and_equals_eager(name, objective, model):
-    backend = backend_of(name, objective)
-    counter = CompileCounterWithBackend("aot_eager")
-    assert_equal(train(backend, whole(counter), **model), train(backend, uncompiled, **model))
+@pytest.mark.parametrize(
+    ("name", "objective", "model", "compiler"),
+    [
+        *itertools.product(BACKENDS, ["plain", "all"], MODELS, ["aot_eager"]),
+        *itertools.product(["fused", "inplace"], ["all"], ["untied"], ["inductor"]),
+    ],
+    indirect=["compiler"],
+)
+def test_a_compiled_training_step_is_one_graph_and_equals_eager(name, objective, model, compiler):
+    counter = CompileCounterWithBackend(compiler)
+    ours = train(backend_of(name, objective), whole(counter), model=model)
+    assert_equal(ours, uncompiled(name, objective, model=model))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("name", ["fused", "inplace"])
-def test_a_training_step_compiled_by_inductor_equals_eager(name, inductor):
-    backend = backend_of(name, "all")
-    assert_equal(train(backend, whole(inductor)), train(backend, uncompiled))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -241,7 +212,7 @@ def test_a_step_with_only_the_backbone_compiled_equals_eager(name):
         is_compiled.append(torch.compiler.is_compiling())
         return backend(*tensors, **options)
 
-    assert_equal(train(watched, only_the_backbone), train(backend, uncompiled))
+    assert_equal(train(watched, only_the_backbone), uncompiled(name))
     assert is_compiled == [False, False]
 
 
@@ -255,20 +226,20 @@ def test_a_graph_break_before_the_loss_changes_no_number(name):
         return backend(hidden, weight, labels, bias=bias)
 
     ours = train(broken, lambda gpt, loss_of: torch.compile(loss_of, backend=counter))
-    assert_equal(ours, train(backend, uncompiled))
+    assert_equal(ours, uncompiled(name))
     assert counter.frame_count > 1
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_step_compiled_under_autocast_is_as_near_to_fp32_as_eager(name):
-    backend = backend_of(name, "all")
-    right = train(backend, uncompiled, steps=1)
-    eager = train(backend, uncompiled, steps=1, precision=torch.bfloat16)
-    ours = train(backend, whole("aot_eager"), steps=1, precision=torch.bfloat16)
-    for value, name in ((value, name) for name, value in right.items() if name != "cross-entropy 0"):
-        assert ours[name].dtype == eager[name].dtype == torch.float32
-        error, yardstick = relative_error(ours[name], value), relative_error(eager[name], value)
-        assert error <= 1.2 * yardstick + 1e-3, f"{name}: {error:.1e}, eager {yardstick:.1e}"
+    eager = uncompiled(name, "all", precision=torch.bfloat16)
+    ours = train(backend_of(name, "all"), whole("aot_eager"), precision=torch.bfloat16)
+    for key, value in uncompiled(name, "all").items():
+        if key == "cross-entropy 0" or key.endswith(" 1"):  # the second step starts from other parameters
+            continue
+        assert ours[key].dtype == eager[key].dtype == torch.float32
+        error, yardstick = relative_error(ours[key], value), relative_error(eager[key], value)
+        assert error <= 1.2 * yardstick + 1e-3, f"{key}: {error:.1e}, eager {yardstick:.1e}"
 
 
 @pytest.mark.parametrize("backend", [losses.inplace, lambda *args, **options: losses.fused(*args, chunk=4, **options)])
@@ -300,7 +271,7 @@ def test_evaluation_under_no_grad_compiles_and_makes_no_gradient(loss, monkeypat
 @every_loss
 def test_compiled_gradients_come_exactly_where_they_are_asked_for(loss, wanted):
     hidden, weight, labels = leaves_of()
-    right = plain(hidden, weight, labels, upstream=1.0)
+    right = eager_mean(hidden, weight, labels, upstream=1.0)
     for leaf, want in zip((hidden, weight), wanted, strict=True):
         leaf.requires_grad_(want)
     torch.compile(loss, backend="aot_eager", fullgraph=True)(hidden, weight, labels).backward()
@@ -317,7 +288,7 @@ def test_compiled_losses_per_token_take_an_upstream_gradient_each():
         return (fused(hidden, weight, labels, reduction="none", **asdict(objective)) * upstream).sum()
 
     def formula(hidden, weight, labels):
-        return (eager(F.linear(hidden, weight), labels, objective, "none") * upstream).sum()
+        return (eager_rows(F.linear(hidden, weight), labels, objective) * upstream).sum()
 
     hidden, weight, labels = leaves_of()
     ours = loss_and_gradients(torch.compile(loss, backend="aot_eager", fullgraph=True), hidden, weight, labels)
@@ -334,7 +305,7 @@ def graphs_over(loss, lengths) -> list[int]:
     counts = []
     for length in lengths:
         hidden, weight, labels = leaves_of(length)
-        assert_equal(loss_and_gradients(compiled, hidden, weight, labels), plain(hidden, weight, labels))
+        assert_equal(loss_and_gradients(compiled, hidden, weight, labels), eager_mean(hidden, weight, labels))
         counts.append(counter.frame_count)
     return counts
 
@@ -357,7 +328,7 @@ def test_a_sweep_over_chunks_compiles_twice():
     hidden, weight, labels = leaves_of()
     for chunk in (7, 64, 128, 200, 384):
         ours = loss_and_gradients(lambda *tensors: compiled(*tensors, chunk=chunk), hidden, weight, labels)  # noqa: B023
-        assert_equal(ours, plain(hidden, weight, labels))
+        assert_equal(ours, eager_mean(hidden, weight, labels))
     assert counter.frame_count == 2
 
 
@@ -376,11 +347,8 @@ def test_a_compiled_step_has_one_buffer_of_logits(inductor):
     assert [sum(size >= 24 * 1537 for size in graph if size != 1537 * D) for graph in sizes] == [1, 0]
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_what_is_taken_from_the_logits_after_a_compiled_loss_is_right(compiler, request):
-    if compiler == "inductor":
-        request.getfixturevalue("inductor")
-
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"], indirect=True)
+def test_what_is_taken_from_the_logits_after_a_compiled_loss_is_right(compiler):
     def with_metrics(hidden, weight, labels):
         logits = F.linear(hidden, weight)
         loss = cross_entropy(logits, labels)
@@ -415,11 +383,9 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_compiled_code_never_overwrites_what_others_need(compiler, request):
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"], indirect=True)
+def test_compiled_code_never_overwrites_what_others_need(compiler):
     """A leaf, its view, and outputs that their own backward needs: the last raise if not compiled."""
-    if compiler == "inductor":
-        request.getfixturevalue("inductor")
     labels = torch.arange(9)
     leaf, right = (torch.randn(9, V, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
     before = leaf.detach().clone()
@@ -433,6 +399,11 @@ def test_compiled_code_never_overwrites_what_others_need(compiler, request):
     assert relative_error(leaf.grad, right.grad) < 1e-5
 
 
+def with_z_loss(x, weight):
+    logits = F.linear(x, weight)
+    return logits.flatten(0, 1), 0.1 * logits.logsumexp(2).square().mean()
+
+
 COMPILED_MODELS = {
     "linear": F.linear,
     "flattened": lambda x, weight: F.linear(x, weight).flatten(0, 1),
@@ -441,52 +412,35 @@ COMPILED_MODELS = {
     "sigmoid, flattened": lambda x, weight: torch.sigmoid(F.linear(x, weight)).flatten(0, 1),
     "softmax, flattened": lambda x, weight: torch.softmax(F.linear(x, weight), -1).flatten(0, 1),
     "exp, viewed": lambda x, weight: F.linear(x, weight).exp().view(24, 16),
+    "z-loss": with_z_loss,
 }
 
 
 @pytest.mark.parametrize("model", COMPILED_MODELS.values(), ids=COMPILED_MODELS)
-def test_an_eager_loss_on_logits_of_a_compiled_model_is_right_or_raises(model):
+def test_an_eager_loss_on_logits_of_a_compiled_model_is_right(model):
     """The compiled graph may have saved the logits for its own backward."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(4, 6, 8, generator=generator), torch.randn(16, 8, generator=generator)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     labels = torch.randint(16, (24,), generator=generator)
-    right = torch.autograd.grad(F.cross_entropy(model(*leaves).view(24, 16), labels), leaves)
-    logits = torch.compile(model, backend="aot_eager", fullgraph=True)(*leaves).view(24, 16)
-    ours = gradients_or_error(cross_entropy(logits, labels), leaves, 1.0)
-    if isinstance(ours, str):
-        assert "modified by an inplace operation" in ours
-    else:
-        assert max(map(relative_error, ours, right)) < 1e-5
 
+    def gradients(model, loss):
+        outputs = model(*leaves)
+        logits, *more = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.autograd.grad(loss(logits.view(24, 16), labels) + sum(more), leaves)
 
-def test_an_eager_loss_beside_a_compiled_z_loss_is_right_or_raises():
-    """The graph that returns the logits has saved them for the z-loss."""
-    hidden, weight, labels = leaves_of(24)
-
-    def model(hidden, weight):
-        logits = F.linear(hidden, weight).view(4, 6, V)
-        return logits.flatten(0, 1), 0.1 * logits.logsumexp(2).square().mean()
-
-    logits, z_loss = model(hidden, weight)
-    right = torch.autograd.grad(F.cross_entropy(logits, labels) + z_loss, (hidden, weight))
-    logits, z_loss = torch.compile(model, backend="aot_eager", fullgraph=True)(hidden, weight)
-    ours = gradients_or_error(cross_entropy(logits, labels) + z_loss, (hidden, weight), 1.0)
-    if isinstance(ours, str):
-        assert "modified by an inplace operation" in ours
-    else:
-        assert max(map(relative_error, ours, right)) < 1e-5
+    ours = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), cross_entropy)
+    assert max(map(relative_error, ours, gradients(model, F.cross_entropy))) < 1e-5
 
 
 # Errors
 
 
-@pytest.mark.parametrize("label", [V, -1, 2**31])
 @every_loss
-def test_a_bad_label_in_compiled_code_is_an_index_error(loss, label):
+def test_a_bad_label_in_compiled_code_is_an_index_error(loss):
     hidden, weight, labels = leaves_of(9)
-    labels[3] = label
-    with pytest.raises(IndexError, match=f"label {label} is out of range"):
+    labels[3] = V
+    with pytest.raises(IndexError, match=f"label {V} is out of range"):
         torch.compile(loss, backend="aot_eager", fullgraph=True)(hidden, weight, labels)
 
 
@@ -508,8 +462,8 @@ def test_a_bad_label_in_the_compiled_eager_path_is_nan_without_a_gradient(label)
 def test_a_compiled_double_backward_raises(loss, compiler, request):
     if loss is inplace and compiler == "eager":
         request.applymarker(pytest.mark.xfail(strict=True, reason="the gradient is taken for a constant"))
-    if loss is fused and compiler == "aot_eager" and torch.__version__ < "2.13":
-        request.applymarker(pytest.mark.xfail(strict=False, reason="torch 2.11 takes the gradient for a constant"))
+    if loss is fused and compiler == "aot_eager" and torch.__version__ < (2, 13):
+        pytest.skip("torch before 2.13 takes the gradient for a constant")
     hidden, weight, labels = leaves_of(9)
     value = torch.compile(loss, backend=compiler, fullgraph=True)(hidden, weight, labels)
 
@@ -521,16 +475,14 @@ def test_a_compiled_double_backward_raises(loss, compiler, request):
         penalty()
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"], indirect=True)
 @every_loss
-def test_a_second_backward_of_compiled_code_is_right(loss, compiler, request):
-    if compiler == "inductor":
-        request.getfixturevalue("inductor")
+def test_a_second_backward_of_compiled_code_is_right(loss, compiler):
     hidden, weight, labels = leaves_of()
     value = torch.compile(loss, backend=compiler, fullgraph=True)(hidden, weight, labels)
     for upstream in (0.37, 2.0):
-        gradients = gradients_or_error(value, (hidden, weight), upstream)
-        right = plain(hidden, weight, labels, upstream=upstream)
+        gradients = torch.autograd.grad(value, (hidden, weight), torch.tensor(upstream), retain_graph=True)
+        right = eager_mean(hidden, weight, labels, upstream=upstream)
         assert max(map(relative_error, gradients, (right["dhidden"], right["dweight"]))) < 1e-5
 
 
@@ -553,120 +505,26 @@ def test_a_loss_that_nothing_flows_back_to_gives_no_gradient(loss):
     assert (weight.grad == 1).all()
 
 
-def test_a_sharded_weight_is_refused():
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        hidden, weight, labels = leaves_of(9)
-        sharded = distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
-        for reduction in ("mean", "none"):
-            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-                fused(hidden, sharded, labels, reduction=reduction)
-    finally:
-        distributed.destroy_process_group()
-
-
-# Checkpointing and hooks
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@every_loss
-def test_a_checkpointed_head_and_loss_give_the_plain_gradients(loss, use_reentrant):
-    """A second backward as well, but where forward made the gradients and the first backward took them: it raises."""
-    hidden, weight, labels = leaves_of()
-
-    def checkpointed(hidden, weight, labels):
-        return checkpoint(loss, hidden, weight, labels, use_reentrant=use_reentrant)
-
-    assert_equal(loss_and_gradients(checkpointed, hidden, weight, labels), plain(hidden, weight, labels))
-
-    value = checkpointed(hidden, weight, labels)
-    value.backward(retain_graph=True)
-    hidden.grad = weight.grad = None
-    if loss is fused and not use_reentrant:
-        with pytest.raises(RuntimeError, match="first backward"):
-            value.backward()
-        return
-    value.backward(torch.tensor(2.0))
-    right = plain(hidden, weight, labels, upstream=2.0)
-    assert_equal({"dhidden": hidden.grad, "dweight": weight.grad}, {k: right[k] for k in ("dhidden", "dweight")})
-
-
-def checkpointed_loss(gpt, tokens, labels, backend, use_reentrant):
-    """Every block, and the final norm with the head, recomputed in backward."""
-    head_dim = gpt.config.width // gpt.config.n_heads
-    rotary = _rotary_table(0, tokens.shape[1], head_dim, tokens.device)
-    x = gpt.embedding(tokens)
-    for layer, block in enumerate(gpt.blocks):
-        x = checkpoint(block, x, rotary, None, layer, use_reentrant=use_reentrant)
-
-    def head(x):
-        return gpt.head(gpt.norm(x), labels, backend).loss
-
-    return checkpoint(head, x, use_reentrant=use_reentrant)
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "compiled"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_checkpointed_blocks_and_head_give_the_plain_gradients(name, how):
-    backend = backend_of(name, "all")
-    gpt = make_gpt(width=D, n_heads=2, padded_vocab_size=V)
-    tokens, labels = torch.randint(V, (2, 5, N // 5), generator=torch.Generator().manual_seed(3))
-
-    def gradients(loss):
-        gpt.zero_grad()
-        (loss * 0.37).backward()
-        return {name: p.grad.clone() for name, p in gpt.named_parameters()}
-
-    right = gradients(gpt.head(gpt(tokens), labels, backend).loss)
-    step = checkpointed_loss
-    if how == "compiled":
-        step = torch.compile(step, backend="aot_eager", fullgraph=True)
-    assert_equal(gradients(step(gpt, tokens, labels, backend, how == "reentrant")), right)
-
-
-HOOKS = {
-    "identity": (lambda x: x, lambda x: x),
-    "copies": (lambda x: x.detach().clone(), lambda x: x.clone()),  # what offloading does
-    "numpy": (lambda x: x.detach().numpy().copy(), torch.from_numpy),
-}
-
-
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-@every_loss
-def test_under_saved_tensor_hooks_gradients_are_right_and_a_second_backward_is_right_or_raises(loss, hooks):
-    hidden, weight, labels = leaves_of()
-
-    def hooked(hidden, weight, labels):
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            return loss(hidden, weight, labels)
-
-    value = hooked(hidden, weight, labels)
-    for upstream in (0.37, 2.0):
-        gradients = gradients_or_error(value, (hidden, weight), upstream)
-        right = plain(hidden, weight, labels, upstream=upstream)
-        if upstream == 2.0 and loss is fused:
-            assert "first backward" in gradients
-        else:
-            assert max(map(relative_error, gradients, (right["dhidden"], right["dweight"]))) < 1e-5
-
-
 # On a GPU: no waiting, CUDA graphs, memory
 
 
 def steps_of(loss, precision: str):
     """`loss` on fp32 leaves under autocast, or on bf16 leaves."""
 
-    def under_autocast(hidden, weight, labels):
+    def under_autocast(*tensors):
         with torch.autocast("cuda", dtype=torch.bfloat16) if precision == "autocast" else nullcontext():
-            return loss(hidden, weight, labels)
+            return loss(*tensors)
 
     return under_autocast, torch.float32 if precision == "autocast" else torch.bfloat16
 
 
 every_precision = pytest.mark.parametrize("precision", ["autocast", "bf16"])
 eager_or_compiled = pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+
+
+def naive(hidden, weight, labels, *, bias, **options):
+    sums = losses.naive(hidden, weight, labels, bias=bias, objective=Objective(**options))
+    return sums.loss / (labels != IGNORE).sum()
 
 
 @pytest.mark.gpu
@@ -723,16 +581,18 @@ def test_the_compilers_own_cuda_graphs_equal_eager(loss):
 @pytest.mark.gpu
 @eager_or_compiled
 @every_precision
-@every_loss
+@pytest.mark.parametrize("loss", [*LOSSES.values(), naive], ids=[*LOSSES, "naive"])
 def test_forward_and_backward_never_wait_for_the_device(loss, precision, is_compiled):
-    step, dtype = steps_of(lambda *tensors: loss(*tensors, **asdict(OBJECTIVES["all"])), precision)
+    options = asdict(OBJECTIVES["all"])
+    step, dtype = steps_of(lambda *tensors: loss(*tensors[:3], bias=tensors[3], **options), precision)
     step = torch.compile(step, fullgraph=True) if is_compiled else step
     hidden, weight, labels = leaves_of(device="cuda", dtype=dtype, v=513)
+    bias = torch.zeros(513, device="cuda", dtype=dtype, requires_grad=True)
 
     def train_and_evaluate():
-        step(hidden, weight, labels).backward()
+        step(hidden, weight, labels, bias).backward()
         with torch.no_grad():
-            step(hidden, weight, labels)
+            step(hidden, weight, labels, bias)
 
     for _ in range(2):
         train_and_evaluate()  # compiles
@@ -777,28 +637,3 @@ def test_a_compiled_step_peaks_no_higher_than_an_eager_one(loss, precision):
         peaks[name] = peak_mib(lambda: run(hidden, weight, labels).backward())  # noqa: B023
         hidden.grad = weight.grad = None
     assert peaks["compiled"] <= 1.02 * peaks["eager"], peaks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [50304, 50257])
-@pytest.mark.parametrize("objective", ["plain", "all"])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@every_precision
-def test_nothing_is_allocated_per_chunk(precision, reduction, bias, objective, vocab):
-    dtype = torch.float32 if precision == "autocast" else torch.bfloat16
-    *head, labels = (None if t is None else t.cuda() for t in make_head(1024, vocab, 64, bias=bias))
-    hidden, weight, offset = (None if t is None else t.to(dtype).requires_grad_() for t in head)
-    options = asdict(OBJECTIVES[objective]) | {"linear_bias": offset, "reduction": reduction}
-
-    def step(chunk):
-        with torch.autocast("cuda", dtype=torch.bfloat16) if precision == "autocast" else nullcontext():
-            linear_cross_entropy(hidden, weight, labels, chunk=chunk, **options).sum().backward()
-
-    def allocations(chunk) -> int:
-        step(chunk)  # compiles kernels, makes workspaces and .grad
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        step(chunk)
-        return torch.cuda.memory_stats()["allocation.all.allocated"] - before
-
-    assert allocations(128) == allocations(512)

@@ -5,8 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from conftest import HAS_GPU
-from heads import make_head, relative_error
-from test_cross_entropy import OBJECTIVES, eager, random_logits
+from heads import OBJECTIVES, eager_rows, make_head, random_logits, relative_error
 from torch import Tensor
 
 from kernels import row_kernels
@@ -110,20 +109,20 @@ def test_a_bad_label_makes_its_row_nan_with_gradient_zero_and_touches_no_canary(
         row_kernels.forward_rows(logits, guarded_labels, objective, rows)
         assert torch.equal(logits.cpu(), values)
         statistics = [vector.clone() for vector in rows]
-        row_kernels.backward_rows(logits, guarded_labels, objective, rows.row_max, rows.log_sum, dlosses, dlogits)
+        vectors = {"row_max": rows.row_max, "log_sum": rows.log_sum, "dlosses": dlosses}
+        row_kernels.backward_rows(logits, guarded_labels, objective, **vectors, dlogits=dlogits)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(rows, statistics, strict=True))
     guards.assert_untouched()
 
     exact = values.double().requires_grad_()
-    losses = eager(exact, without_bad_row(labels, ignore_index), objective, "none")
+    losses = eager_rows(exact, without_bad_row(labels, ignore_index), objective)
     (right,) = torch.autograd.grad(losses, exact, upstream.double())
     for ours in (rows.losses, rows.cross_entropies):
         assert torch.isnan(ours).tolist() == [False] * (N - 1) + [True]
         assert ours[1] == 0
     assert relative_error(rows.losses[:-1].cpu(), losses[:-1]) < 1e-5
-    plain = eager(
-        exact, without_bad_row(labels, ignore_index), Objective(ignore_index, softcap=options.softcap), "none"
-    )
+    without_extras = Objective(ignore_index, softcap=options.softcap)
+    plain = eager_rows(exact, without_bad_row(labels, ignore_index), without_extras)
     assert relative_error(rows.cross_entropies[:-1].cpu(), plain[:-1]) < 1e-5
     assert relative_error(dlogits.cpu(), right) < tolerance(dtype)
     assert (dlogits[[1, N - 1]] == 0).all()
@@ -184,7 +183,7 @@ def test_a_bad_label_of_a_head_makes_its_token_nan_with_gradient_zero_and_touche
 
     exact = [value.double().requires_grad_() for value in values]
     logits = torch.nn.functional.linear(*exact)
-    right = eager(logits, without_bad_row(labels, ignore_index), Objective(ignore_index), "none")
+    right = eager_rows(logits, without_bad_row(labels, ignore_index), Objective(ignore_index))
     if reduction == "none":
         assert torch.isnan(losses).tolist() == [False] * (N - 1) + [True]
         assert relative_error(losses[:-1].cpu(), right[:-1]) < tolerance(dtype)
