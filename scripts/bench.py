@@ -5,13 +5,15 @@
     python scripts/bench.py --shapes 8192x128256                              # our kernels on logits alone
 
 Uses a GPU if there is one. A word in --methods asks for all whose names begin with it. With a weight of another dtype
-than --dtype everything runs inside autocast. scripts/report.py draws what --out gets.
+than --dtype everything runs inside autocast. scripts/report.py draws what --out gets. Exit status 1 if nothing could
+be measured.
 """
 
 import _path  # isort: skip  # noqa: F401
 
 import argparse
 import itertools
+import sys
 from pathlib import Path
 
 import torch
@@ -24,7 +26,10 @@ COLUMNS = ("forward ms", "backward ms", "total ms", "x GEMMs", "transient MiB", 
 
 
 def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("a list without a word")
+    return found
 
 
 def main() -> None:
@@ -44,20 +49,27 @@ def main() -> None:
         shapes = [Shape.parse(text) for text in arguments.shapes]
         cases = [Case(shape, kind, **dtypes, device=device) for shape in shapes for kind in arguments.inputs]
         measured = bench(cases, arguments.methods)
-    except ValueError as error:
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.open("a").close()  # fails here, not after the first measurement
+    except (OSError, ValueError) as error:
         parser.error(str(error))
+    statuses = set()
     for text, rows in itertools.groupby(measured, key=heading):
         print(text)
         for row in rows:
             print(line(row), flush=True)
             if arguments.out:
                 append_line(row, arguments.out)
+            statuses.add(row["status"])
+    sys.exit("ok" not in statuses)
 
 
 def heading(row: dict) -> str:
     """What the rows of a case share, above the names of their columns."""
     shape = Shape(row["n_tokens"], row["vocab"], row["width"])
-    facts = f"{row['inputs']}, {row['dtype']}, {row['weight_dtype']} weight, {row['device']}"
+    weight = f"{row['weight_dtype']} weight, " if row["width"] else ""
+    facts = f"{row['inputs']}, {row['dtype']}, {weight}{row['device']}"
     columns = f"{'method':32}" + "".join(f"{column:>14}" for column in COLUMNS)
     return f"\n{shape} {facts}, copies {row['copy_gb_per_s']:,.0f} GB/s\n{columns}"
 

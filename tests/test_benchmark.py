@@ -277,10 +277,30 @@ def test_the_scripts_bench_and_then_draw(tmp_path, monkeypatch):
     assert not (tmp_path / "figures" / "backends.svg").exists()
 
 
-def test_the_script_refuses_what_it_does_not_know_in_one_line(tmp_path):
-    result = script(tmp_path, "bench", "--shapes", "8x9x4", "--methods", "no such")
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("bench.py: error: no implementation's name begins with 'no such'")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--methods", "no such"), "no implementation's name begins with 'no such'"),
+        (("--methods", ""), "argument --methods: a list without a word"),
+        (("--inputs", " ,"), "argument --inputs: a list without a word"),
+        (("--shapes", ""), "argument --shapes: a list without a word"),
+        (("--dtype", "fp32", "--weight-dtype", "bf16"), "a bf16 weight is narrower than the fp32"),
+        (("--out", "."), "[Errno 21] Is a directory"),
+        (("--out", "site/kernels/__init__.py/rows.jsonl"), "[Errno 17] File exists"),
+    ],
+)
+def test_the_script_refuses_what_it_cannot_do_in_one_line_and_at_once(options, says, tmp_path):
+    result = script(tmp_path, "bench", "--shapes", "8x9x4", *options)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith(f"bench.py: error: {says}")
+
+
+def test_the_script_fails_where_nothing_could_be_measured_and_logits_alone_have_no_weight(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for word, status in (("ours", 1), ("ours,logits in", 0)):
+        result = script(tmp_path, "bench", "--shapes", "8x9", "--methods", word, "--inputs", "uniform")
+        assert result.returncode == status, result.stderr
+        assert "8x9 uniform, bf16, cpu" in result.stdout
 
 
 def test_a_number_that_is_not_finite_is_written_as_null(tmp_path):

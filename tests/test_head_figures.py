@@ -85,3 +85,40 @@ def test_labels_cover_neither_points_nor_each_other_nor_what_is_taken():
         assert not any(box[0] < x < box[2] and box[1] < y < box[3] for x, y in points)
         for other in (line, *boxes[:i]):
             assert box[2] <= other[0] or other[2] <= box[0] or box[3] <= other[1] or other[3] <= box[1]
+
+
+def test_each_device_has_its_panels_and_no_row_replaces_anothers():
+    rows = [row_of(8, 9, 4, ratio=1.0), row_of(8, 9, 4, device="a CPU", versions={"torch": "3"})]
+    drawing = json.dumps(head_figures.head_time_memory(rows).to_dict())
+    for text in ("bf16 weight, a GPU", "bf16 weight, a CPU", "a GPU, a CPU, torch 2 and 3, commit c0ffee"):
+        assert text in drawing
+    assert "weight, a GPU" not in json.dumps(head_figures.head_time_memory(rows[:1]).to_dict())
+
+
+def test_what_a_sweep_cannot_show_has_a_panel():
+    sweep = [row_of(n, 9, 4) for n in (8, 16, 32)]
+    rows = [*sweep, row_of(8, 9, 4, "eager", device="a CPU")]
+    assert '"eager"' not in json.dumps(head_figures.head_scaling(rows).to_dict())
+    (panel,) = head_figures.head_time_memory(rows).to_dict()["vconcat"][0]["hconcat"]
+    assert panel["title"]["text"].endswith("weight")
+    assert "eager" in json.dumps(panel)
+
+
+def test_where_nothing_was_measured_there_is_no_figure_and_beside_others_a_panel_of_words():
+    for status in ("absent", "oom"):
+        nothing = [row_of(n, 9, 4, status=status) for n in (8, 16, 32)]
+        for row in nothing:
+            del row["total_ms"], row["transient_mib"], row["ratio"]
+        assert head_figures.head_scaling(nothing) is None
+        assert head_figures.head_time_memory(nothing) is None
+        panels = head_figures.head_time_memory([nothing[0], row_of(9, 9, 4)]).to_dict()["vconcat"][0]["hconcat"]
+        assert len(head_figures.head_time_memory([*nothing, row_of(9, 90, 4)]).to_dict()["vconcat"]) == 2  # 4 panels
+        assert ("ours: absent" if status == "absent" else "ours: out of memory") in json.dumps(panels[0])
+
+
+def test_a_row_without_what_a_figure_needs_is_told():
+    assert head_figures.problem(row_of(8, 9, 4)) is None
+    assert head_figures.problem(row_of(8, 9, 4, status="oom", total_ms=None)) is None
+    assert head_figures.problem(row_of(8, 9, 4, ratio=None, total_ms=0.0)) == "ours: no total_ms, ratio"
+    assert head_figures.problem(row_of(8, 9, None)) == "ours: there is no figure of logits alone"
+    assert head_figures.problem({"method": "x"}).startswith("x: no status, command, inputs")

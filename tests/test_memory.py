@@ -152,3 +152,14 @@ def test_a_storage_that_grows_is_counted_again():
         assert meter.bytes - before == 400
         del grown
         assert meter.bytes == before
+
+
+def test_a_sparse_gradient_counts_nothing_and_operators_that_are_not_custom_run_as_they_are(empty_meter):
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    library = torch.library.Library("logitless_test", "FRAGMENT")
+    library.define("only_sparse(Tensor x) -> Tensor")
+    library.impl("only_sparse", lambda x: torch.ones(1000), "SparseCPU")
+    before = empty_meter.bytes
+    ones = torch.ops.logitless_test.only_sparse(table.weight.grad)
+    assert empty_meter.bytes - before == ones.nbytes == 4000

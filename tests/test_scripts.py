@@ -1,5 +1,6 @@
 """The commands as a user types them: from any folder, with their exit status and last words."""
 
+import json
 import os
 import signal
 import subprocess
@@ -212,3 +213,66 @@ def test_report_draws_finished_runs_and_names_the_others(tmp_path):
     assert "naive" in drawing
     assert "fused, chunk=1024" in drawing
     assert (tmp_path / "figures" / "backends.png").stat().st_size > 1000
+
+
+def write_run(folder: Path, backend: str = "fused", curve: str = "16,2.0\n32,0.0\n", **more) -> None:
+    (folder / "curves").mkdir(parents=True)
+    (folder / "curves" / "metrics.csv").write_text("tokens,train/loss\n" + curve)
+    record = {"status": "ok", "backend": backend, "chunk": None, "curves": "curves/metrics.csv", "command": "seed=1"}
+    record |= {"device": "a GPU", "versions": {"torch": "2"}, "commit": None, "peak_allocated_gib": 1.0} | more
+    (folder / "record.jsonl").write_text(json.dumps({key: value for key, value in record.items() if value != "none"}))
+
+
+def test_report_draws_every_run_apart_whatever_its_backend_versions_and_unit(tmp_path):
+    write_run(tmp_path / "runs" / "0", "naive")
+    for name in ("1", "2"):
+        write_run(tmp_path / "runs" / name, versions={"torch": name}, commit=f"c0ffee{name}", command=f"seed={name}")
+    write_run(tmp_path / "runs" / "3", device="a CPU", peak_allocated_gib="none", peak_live_tensor_gib=2.0)
+    result = script(tmp_path, "report", "runs", "runs/0", "--out", "figures")  # a run that is named twice is one
+    assert result.returncode == 0, result.stderr
+    drawing = (tmp_path / "figures" / "backends.svg").read_text()
+    for text in ("naive", "fused, 1", "fused, 2", "fused", "peak allocated (GiB)", "peak of live tensors (GiB)"):
+        assert drawing.count(f">{text}</text>") == 1, text
+    for text in ("a GPU, torch 2 and 1, commit c0ffee1, commit c0ffee2", "a CPU, torch 2", "train.py seed=2"):
+        assert f"{text}<" in drawing
+
+
+def test_report_names_what_it_cannot_draw_and_draws_the_rest(tmp_path):
+    unreadable = "curves/metrics.csv cannot be read: "
+    runs = {
+        "empty": ({"curve": ""}, "no training loss in curves/metrics.csv"),
+        "cut": ({"curve": "16,2.0\n3"}, unreadable + "ValueError"),
+        "words": ({"curve": "16,two\n"}, unreadable + "ValueError"),
+        "missing": ({"curves": "nowhere.csv"}, "nowhere.csv cannot be read: FileNotFoundError"),
+        "null": ({"peak_allocated_gib": None}, "no peak_allocated_gib"),
+        "bare": ({"backend": None, "versions": "none"}, "no backend, versions"),
+    }
+    for name, (facts, _) in runs.items():
+        write_run(tmp_path / "runs" / name, **facts)
+    write_run(tmp_path / "runs" / "headless")
+    (tmp_path / "runs" / "headless" / "curves" / "metrics.csv").write_text("tokens,trai\n16,2.0\n")
+    write_run(tmp_path / "runs" / "naive", "naive", curve="16,0.0\n32,nan\n48,2.0\n")
+    write_run(tmp_path / "runs" / "good")
+    (tmp_path / "rows.jsonl").write_text('{}\n[]\n"text"\n{"method": "x"}\n{"method": null, "width": null}\n')
+    row = dict.fromkeys(("method", "command", "inputs", "dtype", "weight_dtype", "device"), "x") | {"status": "absent"}
+    row |= {"versions": {}, "n_tokens": 8, "vocab": 9, "width": 4}
+    with open(tmp_path / "rows.jsonl", "a") as stream:
+        stream.write(json.dumps(row))
+    result = script(tmp_path, "report", "runs", "rows.jsonl", "--out", "figures")
+    assert (result.returncode, result.stderr.count("\n")) == (0, 2), result.stderr
+    for name, (_, reason) in (runs | {"headless": ({}, unreadable + "KeyError")}).items():
+        assert f"left out: runs/{name}, {reason}" in result.stdout
+    for reason in ("no status after 0 steps", "x: no status, command", "None: there is no figure of logits alone"):
+        assert f"left out: ., {reason}" in result.stdout
+    assert "left out: all rows of the benchmark, of which none is ok" in result.stdout
+    assert result.stdout.count("left out: ") == len(runs) + 5
+    drawing = (tmp_path / "figures" / "backends.svg").read_text()
+    assert ">naive<" in drawing
+    assert ">fused<" in drawing
+
+
+def test_report_refuses_an_output_that_is_a_file_in_one_line(tmp_path):
+    write_run(tmp_path / "runs")
+    result = script(tmp_path, "report", "runs", "--out", "runs/record.jsonl")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("report.py: error: --out: ")

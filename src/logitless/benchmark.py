@@ -46,8 +46,12 @@ def bench(cases: list[Case], words: list[str] | None) -> Iterator[dict]:
     gives one with "oom" or "error" and the message. The others go on.
 
     Raises:
-        ValueError: at once, before the first row is asked for, for a word that asks for nothing in any case.
+        ValueError: at once, before the first row is asked for, for a word that asks for nothing in any case, and for
+            a weight narrower than the compute dtype, which autocast would have to widen.
     """
+    for case in cases:
+        if DTYPES[case.weight_dtype].itemsize < DTYPES[case.dtype].itemsize:
+            raise ValueError(f"a {case.weight_dtype} weight is narrower than the {case.dtype} it is computed in")
     words = words or [""]  # with which every name begins
     for word in words:
         if not chosen(LOGITS_KERNELS, [word]) and not any(family.may_have(word) for family in FAMILIES):
@@ -66,7 +70,7 @@ def _bench(cases: list[Case], words: list[str]) -> Iterator[dict]:
         is_head = case.shape.width is not None
         rows = _bench_head(case, words) if is_head else _bench_logits(case, words, facts["copy_gb_per_s"])
         for row in rows:
-            versions = facts["versions"] | row.pop("package", {})
+            versions = row.pop("package", {}) | facts["versions"]
             yield {"method": row["method"]} | facts | row | {"versions": versions}
 
 

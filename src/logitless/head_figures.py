@@ -1,6 +1,6 @@
 """The figures of the benchmark, from the rows of `benchmark.py`.
 
-The subtitle of each names the devices, the versions, the commands and the commits that made its numbers.
+The subtitle of each names the devices, the versions, the commits and the commands that made its numbers.
 """
 
 import math
@@ -12,8 +12,13 @@ from typing import NamedTuple
 
 import altair as alt
 
+from logitless.figures import provenance
+from logitless.records import lacks
+
 AXES = {"n_tokens": "tokens N", "vocab": "vocabulary V", "width": "width D"}
-CASE = ("inputs", "dtype", "weight_dtype")
+CASE = ("inputs", "dtype", "weight_dtype", "device")
+FACTS = dict.fromkeys(("method", "status", "command", *CASE), str) | {"versions": dict} | dict.fromkeys(AXES, int)
+TIMES = dict.fromkeys(("total_ms", "gemm_ms", "ratio"), int | float)
 LEAST_MIB = 1.0  # where a logarithmic axis begins
 PANEL_WIDTH, PANEL_HEIGHT = 430, 330  # pixels, of time against memory
 SWEEP_WIDTH, SWEEP_HEIGHT = 290, 230  # pixels, of a sweep
@@ -43,9 +48,24 @@ def shape_of(row: dict) -> tuple[int, int, int]:
     return tuple(row[axis] for axis in AXES)
 
 
+def case_of(row: dict) -> tuple[str, ...]:
+    return tuple(row[key] for key in CASE)
+
+
+def problem(row: dict) -> str | None:
+    """Why a row of the benchmark cannot be drawn, or None."""
+    if row.get("width", 0) is None:
+        return f"{row['method']}: there is no figure of logits alone"
+    missing = lacks(row, FACTS)
+    if row.get("status") == "ok":
+        missing += lacks(row, TIMES)
+        missing += [] if isinstance(row.get("transient_mib"), int | float) else ["transient_mib"]  # may be zero
+    return f"{row['method']}: no {', '.join(missing)}" if missing else None
+
+
 def latest(rows: Iterable[dict]) -> list[dict]:
     """The rows about heads, without those that a later row about the same replaces."""
-    kept = {(row["method"], shape_of(row), *(row[key] for key in CASE)): row for row in rows if row["width"]}
+    kept = {(row["method"], shape_of(row), case_of(row)): row for row in rows if row["width"]}
     return list(kept.values())
 
 
@@ -62,36 +82,40 @@ def find_sweeps(rows: Iterable[dict]) -> Sweeps | None:
     return best if best and max(map(len, best.sizes.values()), default=0) >= 3 else None
 
 
+def rows_of(rows: list[dict], sweeps: Sweeps | None) -> list[dict]:
+    """The rows of the sweeps' shapes, those of the case that has most, for one line a method; none if none is "ok"."""
+    near = [row for row in rows if sweeps and shape_of(row) in sweeps.shapes()]
+    cases = [case_of(row) for row in near]
+    most = max(cases, key=cases.count, default=None)
+    swept = [row for row, case in zip(near, cases, strict=True) if case == most]
+    return swept if any(row["status"] == "ok" for row in swept) else []
+
+
 def head_time_memory(rows: list[dict]) -> alt.VConcatChart | None:
-    """Time against transient memory, one point a method and one panel for each case that is not part of a sweep."""
+    """Time against transient memory, one point a method and one panel a case, of rows that are not part of a sweep."""
     rows = latest(rows)
-    sweeps = find_sweeps(rows)
-    alone = [row for row in rows if sweeps is None or shape_of(row) not in sweeps.shapes()]
-    panels = {}
-    for row in alone or rows:
-        panels.setdefault((shape_of(row), *(row[key] for key in CASE)), []).append(row)
-    drawn = {case: panel for case, panel in panels.items() if any(_is_measured(row) for row in panel)}
-    if not drawn:
+    swept = rows_of(rows, find_sweeps(rows))
+    rows = [row for row in rows if row not in swept] or rows
+    if not any(row["status"] == "ok" for row in rows):
         return None
-    charts = [_time_memory_panel(case, panel) for case, panel in drawn.items()]
+    panels = {}
+    for row in rows:
+        panels.setdefault((shape_of(row), case_of(row)), []).append(row)
+    names_device = len({row["device"] for row in rows}) > 1
+    charts = [_time_memory_panel(panel, names_device) for panel in panels.values()]
     grid = alt.vconcat(*(alt.hconcat(*charts[i : i + 2]) for i in range(0, len(charts), 2)))
-    return grid.properties(
-        title=_provenance("Loss of a head, forward and backward", chain.from_iterable(drawn.values()))
-    )
+    title = _provenance("Loss of a head, forward and backward", list(chain.from_iterable(panels.values())))
+    return grid.properties(title=title)
 
 
-def _is_measured(row: dict) -> bool:
-    return row["status"] == "ok" and row.get("transient_mib") is not None
-
-
-def _time_memory_panel(case: tuple, rows: list[dict]) -> alt.LayerChart:
+def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
     points = [
-        {"method": row["method"], "family": row["method"].split()[0], "ratio": row["ratio"]}
+        {"method": row["method"], "family": row["method"].partition(" ")[0], "ratio": row["ratio"]}
         | {"mib": max(row["transient_mib"], LEAST_MIB)}
         for row in rows
-        if _is_measured(row)
+        if row["status"] == "ok"
     ]
-    x_scale = _Log([point["mib"] for point in points], PANEL_WIDTH)
+    x_scale = _Log([point["mib"] for point in points] or [LEAST_MIB], PANEL_WIDTH)
     failures = [row["method"] for row in rows if row["status"] == "oom"]
     band = LINE_HEIGHT * len(failures)
     y_scale = _Log([1.0, *(point["ratio"] for point in points)], PANEL_HEIGHT, band)
@@ -113,15 +137,15 @@ def _time_memory_panel(case: tuple, rows: list[dict]) -> alt.LayerChart:
     text = base.mark_text(align="left", baseline="middle").encode(x="label_mib:Q", y="label_ratio:Q", text="method:N")
     gemms = alt.Chart(alt.Data(values=[{"ratio": 1.0}])).mark_rule(strokeDash=[5, 4]).encode(y=y)
     corner = [  # where those stand that have neither time nor memory
-        {"family": method.split()[0], "label": f"{method}: out of memory", "mib": x_scale.value(PANEL_WIDTH - GAP)}
-        | {"ratio": y_scale.value(PANEL_HEIGHT - LINE_HEIGHT * (i + 0.5))}
+        {"family": method.partition(" ")[0], "label": f"{method}: out of memory"}
+        | {"mib": x_scale.value(PANEL_WIDTH - GAP), "ratio": y_scale.value(PANEL_HEIGHT - LINE_HEIGHT * (i + 0.5))}
         for i, method in enumerate(failures)
     ]
     failed = alt.Chart(alt.Data(values=corner)).encode(x=x, y=y, color=color)
     crosses = failed.mark_point(**CROSS) + failed.mark_text(align="right", dx=-GAP).encode(text="label:N")
-    (n_tokens, vocab, width), inputs, dtype, weight_dtype = case
-    title = f"N = {n_tokens}, V = {vocab}, D = {width}, {inputs} inputs, {dtype}, {weight_dtype} weight"
-    missing = [f"{row['method']}: {row['status']}" for row in rows if not _is_measured(row) and row["status"] != "oom"]
+    sizes = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", shape_of(rows[0]), strict=True))
+    title = f"{sizes}, {_case_in_words(rows[0], names_device)}"
+    missing = [f"{row['method']}: {row['status']}" for row in rows if row["status"] not in ("ok", "oom")]
     subtitle = textwrap.wrap(", ".join(missing), 80)
     layers = alt.layer(gemms, leaders, dots, text, crosses).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
     return layers.properties(title=alt.TitleParams(title, subtitle=subtitle, anchor="start", fontSize=12))
@@ -186,19 +210,17 @@ def head_scaling(rows: list[dict]) -> alt.VConcatChart | None:
     """Time and transient memory against N, V and D around a base shape, one line a method; None without a sweep."""
     rows = latest(rows)
     sweeps = find_sweeps(rows)
-    if sweeps is None:
+    names_device = len({row["device"] for row in rows}) > 1
+    rows = rows_of(rows, sweeps)
+    if not rows:
         return None
-    rows = [row for row in rows if shape_of(row) in sweeps.shapes()]
-    cases = [tuple(row[key] for key in CASE) for row in rows]
-    case = max(dict.fromkeys(cases), key=cases.count)  # one line a method: the case with most rows
-    rows = [row for row, own in zip(rows, cases, strict=True) if own == case]
     methods = list(dict.fromkeys(row["method"] for row in rows if row["status"] in ("ok", "oom")))
     lines = []
     for name, title in (("total_ms", "time (ms)"), ("transient_mib", f"transient memory (MiB, from {LEAST_MIB:g})")):
         panels = [_scaling_panel(rows, sweeps, axis, name, title, methods) for axis in sweeps.sizes]
         lines.append(alt.hconcat(*panels))
     base = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", sweeps.base, strict=True))
-    title = f"Loss of a head around {base}; {case[0]} inputs, {case[1]}, {case[2]} weight"
+    title = f"Loss of a head around {base}; {_case_in_words(rows[0], names_device)}"
     title += "; dashed: the three GEMMs alone"
     title += "; crosses: out of memory" if any(row["status"] == "oom" for row in rows) else ""
     return alt.vconcat(*lines).properties(title=_provenance(title, rows))
@@ -213,9 +235,9 @@ def _scaling_panel(
     points = [
         {"size": here[shape_of(row)], "value": max(row[name], least), "method": row["method"]}
         for row in near
-        if row.get(name) is not None
+        if row["status"] == "ok"
     ]
-    sizes, values = sweeps.sizes[axis], [max(row[name], least) for row in rows if row.get(name) is not None]
+    sizes, values = sweeps.sizes[axis], [max(row[name], least) for row in rows if row["status"] == "ok"]
     band = LINE_HEIGHT if any(row["status"] == "oom" for row in rows) else 0
     x_scale, y_scale = _Log(sizes, SWEEP_WIDTH), _Log(values, SWEEP_HEIGHT, band)
     top = y_scale.value(SWEEP_HEIGHT - band / 2)
@@ -238,15 +260,11 @@ def _scaling_panel(
     return alt.layer(*layers).properties(width=SWEEP_WIDTH, height=SWEEP_HEIGHT)
 
 
-def _provenance(text: str, rows: Iterable[dict]) -> alt.TitleParams:
-    """A title with the devices, versions, commands and commits of `rows` below it."""
-    rows = list(rows)
-    versions = {name: version for row in rows for name, version in row["versions"].items() if version}
-    facts = [
-        *dict.fromkeys(row["device"] for row in rows),
-        *(f"{name} {version}" for name, version in versions.items()),
-    ]
-    facts += dict.fromkeys(f"commit {row['commit']}" for row in rows if row["commit"])
-    commands = dict.fromkeys(f"python scripts/bench.py {row['command']}" for row in rows)
-    subtitle = [line for entry in (", ".join(facts), *commands) for line in textwrap.wrap(entry, 150)]
-    return alt.TitleParams(text, subtitle=subtitle, anchor="start")
+def _case_in_words(row: dict, names_device: bool) -> str:
+    """The row's case; with its device if there are several."""
+    words = f"{row['inputs']} inputs, {row['dtype']}, {row['weight_dtype']} weight"
+    return words + (f", {row['device']}" if names_device else "")
+
+
+def _provenance(text: str, rows: list[dict]) -> alt.TitleParams:
+    return provenance(text, rows, [f"python scripts/bench.py {row['command']}" for row in rows])

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS  # by qualified name
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -47,7 +48,8 @@ class CudaMeter:
 class LiveTensorMeter(TorchDispatchMode):
     """`peak_live_tensor_gib`: bytes of the storages that operators returned, and of a module's, while they are alive.
 
-    What an operator of PyTorch allocates and frees inside itself is not seen; a custom one's own operators are.
+    What an operator allocates and frees inside itself is seen only if `torch.library.custom_op` made it. A sparse
+    tensor, which has no storage, counts nothing.
     """
 
     def __init__(self, module: nn.Module):
@@ -59,11 +61,11 @@ class LiveTensorMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function.namespace == "aten":
-            result = function(*args, **kwargs)
-        else:
+        if function._schema.name in OPDEFS:
             with self:  # its CPU kernel is Python
                 result = function.redispatch(CPU_KERNEL, *args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 self._add(leaf)
@@ -76,6 +78,8 @@ class LiveTensorMeter(TorchDispatchMode):
         return {"peak_live_tensor_gib": self.peak / GIB}
 
     def _add(self, tensor: Tensor) -> None:
+        if not torch._C._has_storage(tensor):
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata  # of the storage object, not of its bytes: those may move in a resize
         if address not in self.live:

@@ -1,6 +1,7 @@
 """Records: facts of a run as one line of JSON, appended to record.jsonl in the run's folder; and the reader of many."""
 
 import json
+import math
 import platform
 import shlex
 import subprocess
@@ -30,11 +31,6 @@ def new_record(config: dict, device: torch.device) -> dict:
     }
 
 
-def append_record(record: dict, run_dir: Path) -> None:
-    """Appends the record to the file of its run's folder."""
-    append_line(record, run_dir / FILE_NAME)
-
-
 def append_line(record: dict, path: Path) -> None:
     """Writes the record to a file of JSON lines in one write, after any that are there, and makes its folder.
 
@@ -47,16 +43,30 @@ def append_line(record: dict, path: Path) -> None:
 
 
 def read_records(paths: Iterable[Path]) -> list[dict]:
-    """All records in files or below folders, each with its folder as `run_dir`; stderr names broken lines."""
+    """All records in files or below folders, each with its folder as `run_dir`; stderr names broken lines.
+
+    Raises:
+        OSError: for a file that cannot be read.
+    """
     records = []
     for path in paths:
         for file in sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]:
             for line in file.read_text(errors="replace").splitlines():
                 try:
-                    records.append(dict(json.loads(line), run_dir=str(file.parent)))
+                    record = json.loads(line, parse_constant=lambda name: None)
+                    records.append(record | {"run_dir": str(file.parent)})  # TypeError unless it is a dictionary
                 except (TypeError, ValueError):
                     print(f"{file}: skipped a broken line", file=sys.stderr)
     return records
+
+
+def lacks(record: dict, kinds: dict[str, type]) -> list[str]:
+    """The keys of `kinds` under which the record has no such value; numbers must be positive and finite."""
+
+    def is_right(value: object, kind: type) -> bool:
+        return isinstance(value, kind) and (not isinstance(value, int | float) or 0 < value < math.inf)
+
+    return [key for key, kind in kinds.items() if not is_right(record.get(key), kind)]
 
 
 def package_version(package: str) -> str | None:

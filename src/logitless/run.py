@@ -22,7 +22,7 @@ from logitless.generation import complete
 from logitless.loggers import Loggers
 from logitless.model import GPTConfig, padded_vocab_size
 from logitless.module import LanguageModel
-from logitless.records import append_record, new_record
+from logitless.records import FILE_NAME, append_line, new_record
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
@@ -84,7 +84,7 @@ def train(job: Job, run_dir: Path) -> dict:
             (run_dir / "traceback.txt").write_text(traceback.format_exc())
         raise
     finally:
-        append_record(record, run_dir)
+        append_line(record, run_dir / FILE_NAME)
         loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
     return record
 
