@@ -131,3 +131,10 @@ def test_every_target_and_file_it_names_exists():
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\(([\w/.]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_its_tree_names_every_module():
+    tree = README[README.index("## What is where") :]
+    modules = [*(ROOT / "kernels").glob("*.py"), *(ROOT / "src" / "logitless").glob("*.py")]
+    names = [str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"]
+    assert [name for name in names if f"    {name} " not in tree] == []
