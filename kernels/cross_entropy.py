@@ -8,8 +8,6 @@ makes the gradient, in a copy that the compiler does away with if nothing else n
 scales it.
 """
 
-from dataclasses import astuple
-
 import torch
 from torch import Tensor
 
@@ -132,7 +130,7 @@ def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) 
     labels = labels.long().contiguous()  # int64, because an ignore_index may lie outside of int32
     if torch.compiler.is_compiling():
         needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-        return (_CompiledCrossEntropy.apply if needs_gradient else _losses)(logits, labels, *astuple(objective))
+        return (_CompiledCrossEntropy.apply if needs_gradient else _losses)(logits, labels, *objective.arguments())
     return _CrossEntropy.apply(logits, labels, objective, _may_overwrite(logits))
 
 

@@ -9,8 +9,6 @@ the chunks again (4 GEMMs).
 Chunked heads: mgmalek/efficient_cross_entropy, Liger-Kernel (arXiv 2410.10989), CCE (arXiv 2411.09009), quack.
 """
 
-from dataclasses import astuple
-
 import torch
 from torch import Tensor
 
@@ -161,7 +159,7 @@ def _op_arguments(
     labels = labels.long().contiguous()  # int64, because an ignore_index may lie outside of int32
     chunk = min(chunk, schedules.largest_chunk(weight.shape[0]))
     dtype = _compute_dtype(hidden, weight, bias)
-    return hidden, weight, bias, labels, dtype, chunk, wanted, *astuple(objective)
+    return hidden, weight, bias, labels, dtype, chunk, wanted, *objective.arguments()
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:

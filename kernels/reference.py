@@ -50,6 +50,10 @@ class Objective:
         if self.softcap is not None and not 0.0 < self.softcap < math.inf:
             raise ValueError(f"softcap must be > 0 and finite, or None, got {self.softcap}")
 
+    def arguments(self) -> tuple[int, float, float, float | None]:
+        """The fields as OBJECTIVE_SCHEMA lists them; dataclasses.astuple copies them, which no compiler can trace."""
+        return self.ignore_index, self.label_smoothing, self.z_loss, self.softcap
+
 
 # The fields of Objective as arguments of a custom op. SymInt: another value does not compile anew.
 OBJECTIVE_SCHEMA = "SymInt ignore_index, float label_smoothing, float z_loss, float? softcap"

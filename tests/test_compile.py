@@ -283,9 +283,10 @@ def test_compiled_gradients_come_exactly_where_they_are_asked_for(loss, wanted):
 def test_compiled_losses_per_token_take_an_upstream_gradient_each():
     upstream = torch.linspace(-1, 2, N)
     objective = OBJECTIVES["all"]
+    options = asdict(objective)
 
     def loss(hidden, weight, labels):
-        return (fused(hidden, weight, labels, reduction="none", **asdict(objective)) * upstream).sum()
+        return (fused(hidden, weight, labels, reduction="none", **options) * upstream).sum()
 
     def formula(hidden, weight, labels):
         return (eager_rows(F.linear(hidden, weight), labels, objective) * upstream).sum()
@@ -608,7 +609,8 @@ def test_forward_and_backward_never_wait_for_the_device(loss, precision, is_comp
 @every_precision
 @every_loss
 def test_a_step_compiled_for_a_gpu_is_as_good_as_eager(loss, precision):
-    step, dtype = steps_of(lambda *tensors: loss(*tensors, **asdict(OBJECTIVES["all"])), precision)
+    options = asdict(OBJECTIVES["all"])
+    step, dtype = steps_of(lambda *tensors: loss(*tensors, **options), precision)
     hidden, weight, labels = leaves_of(device="cuda", dtype=dtype, v=513)
     right = gold(hidden, weight, None, labels, OBJECTIVES["all"], 0.37 / (N - 1))
     right["loss"] /= N - 1

@@ -43,7 +43,8 @@ ONE_GRAPH = ["checkpoint", "identity hooks", "copying hooks", "numpy hooks"]
 def test_gradients_are_right_and_a_second_backward_is_right_or_raises(loss, wrapper):
     hidden, weight, labels = leaves_of()
     objective = OBJECTIVES["all"]
-    value = WRAPPERS[wrapper](lambda *tensors: loss(*tensors, **asdict(objective)))(hidden, weight, labels)
+    options = asdict(objective)
+    value = WRAPPERS[wrapper](lambda *tensors: loss(*tensors, **options))(hidden, weight, labels)
     for upstream in (0.37, 2.0):
         hidden.grad = weight.grad = None
         if upstream == 2.0 and loss is fused and wrapper in ONE_GRAPH:
