@@ -51,7 +51,7 @@ class Objective:
             raise ValueError(f"softcap must be > 0 and finite, or None, got {self.softcap}")
 
     def arguments(self) -> tuple[int, float, float, float | None]:
-        """The fields as OBJECTIVE_SCHEMA lists them; dataclasses.astuple copies them, which no compiler can trace."""
+        """The fields as OBJECTIVE_SCHEMA lists them. (Not by dataclasses.astuple, which torch 2.11 cannot trace.)"""
         return self.ignore_index, self.label_smoothing, self.z_loss, self.softcap
 
 
