@@ -33,11 +33,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, rows.row_max, rows.log_sum)
         ctx.objective = objective
         ctx.may_overwrite = may_overwrite
-        ctx.mark_non_differentiable(rows.cross_entropies)
-        return rows.losses, rows.cross_entropies
+        ctx.mark_non_differentiable(rows.cross_entropies, rows.log_sum)
+        return rows.losses, rows.cross_entropies, rows.log_sum
 
     @staticmethod
-    def backward(ctx, dlosses, _):
+    def backward(ctx, dlosses, *_):
         refuse_double_backward()
         logits, labels, row_max, log_sum = ctx.saved_tensors  # raises if the logits were overwritten since forward
         dlogits = logits if ctx.may_overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -67,53 +67,53 @@ def _may_overwrite(logits: Tensor) -> bool:
 @torch.library.custom_op(
     "logitless::cross_entropy",
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor labels, {OBJECTIVE_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor logits, Tensor labels, {OBJECTIVE_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _losses(logits, labels, *options):
-    """Losses and plain cross-entropies, both [N] fp32, without a gradient."""
+    """Losses, plain cross-entropies and log_sum of Rows, all [N] fp32, without a gradient."""
     rows = Rows.empty(logits.shape[0], logits.device)
     forward_rows(logits, labels, Objective(*options), rows)
-    return rows.losses, rows.cross_entropies
+    return rows.losses, rows.cross_entropies, rows.log_sum
 
 
 @torch.library.custom_op(
     "logitless::cross_entropy_",
     mutates_args=("logits",),
-    schema=f"(Tensor(a0!) logits, Tensor labels, {OBJECTIVE_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor(a0!) logits, Tensor labels, {OBJECTIVE_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _losses_(logits, labels, *options):
     """Like `_losses`, with the gradient of the summed loss written over the logits."""
     rows = Rows.empty(logits.shape[0], logits.device)
     forward_backward_rows_(logits, labels, Objective(*options), rows)
-    return rows.losses, rows.cross_entropies
+    return rows.losses, rows.cross_entropies, rows.log_sum
 
 
 @_losses.register_fake
 @_losses_.register_fake
 def _(logits, labels, *options):
     rows = Rows.empty(logits.shape[0], logits.device)
-    return rows.losses, rows.cross_entropies
+    return rows.losses, rows.cross_entropies, rows.log_sum
 
 
 class _CompiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, *options):
         dlogits = logits.clone()
-        losses, cross_entropies = _losses_(dlogits, labels, *options)
+        losses, cross_entropies, log_sum = _losses_(dlogits, labels, *options)
         ctx.save_for_backward(dlogits)
-        ctx.mark_non_differentiable(cross_entropies)
-        return losses, cross_entropies
+        ctx.mark_non_differentiable(cross_entropies, log_sum)
+        return losses, cross_entropies, log_sum
 
     @staticmethod
-    def backward(ctx, dlosses, _):
+    def backward(ctx, dlosses, *_):
         (dlogits,) = ctx.saved_tensors
         return (dlogits * dlosses[:, None]).to(dlogits.dtype), None, None, None, None, None
 
 
-def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Losses [N] with a gradient and plain, detached cross-entropies [N], both fp32 in nats; 0 for ignored rows.
+def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses with a gradient, plain cross-entropies and log_sum of Rows without, all [N] fp32 in nats.
 
-    Arguments, errors and what is destroyed are those of `cross_entropy`.
+    The first two are 0 for ignored rows. Arguments, errors and what is destroyed are those of `cross_entropy`.
     """
     if logits.dim() != 2:
         raise ValueError(
@@ -136,8 +136,12 @@ def cross_entropy_per_row(logits: Tensor, labels: Tensor, objective: Objective) 
 
 def cross_entropy_sums(logits: Tensor, labels: Tensor, objective: Objective) -> LossSums:
     """`cross_entropy_per_row` summed: the form whose mean may span micro-batches and ranks."""
-    losses, cross_entropies = cross_entropy_per_row(logits, labels, objective)
-    return LossSums(losses.sum(), cross_entropies.sum())
+    losses, cross_entropies, log_sum = cross_entropy_per_row(logits, labels, objective)
+    correct = None
+    if not torch.is_grad_enabled():
+        # log_sum is the cross-entropy of a label whose logit is the largest.
+        correct = ((cross_entropies <= log_sum) & (labels.long() != objective.ignore_index)).sum(dtype=torch.float32)
+    return LossSums(losses.sum(), cross_entropies.sum(), correct)
 
 
 def cross_entropy(
@@ -182,5 +186,5 @@ def cross_entropy(
     """
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
-    losses, _ = cross_entropy_per_row(input, target, objective)
+    losses, *_ = cross_entropy_per_row(input, target, objective)
     return reference.reduce(losses, target.long(), ignore_index, reduction)

@@ -8,10 +8,11 @@ lam `z_loss`:
     loss          = (1 - eps) * (lse - z_y) + eps * (lse - mean z) + lam * lse^2
     dloss/dz_v    = p_v * (1 + 2 * lam * lse) - (1 - eps) * [v = y] - eps / V,   p_v = exp(z_v - m) / l
     dloss/dx_v    = dloss/dz_v * (1 - (z_v / softcap)^2)
+    entropy       = lse - sum p_v z_v = ln l - sum p_v (z_v - m)
 
-A row whose label is `ignore_index` gives loss 0 and gradient 0. A label outside [0, V) is an IndexError on a CPU;
-on a GPU, where raising would wait for the device, its row gives loss NaN and gradient 0 (as it does, compiled, in the
-eager path below).
+A row whose label is `ignore_index` gives loss, entropy and gradient 0. A label outside [0, V) is an IndexError on a
+CPU; on a GPU, where raising would wait for the device, its row gives loss and entropy NaN and gradient 0 (as it does,
+compiled, in the eager path below).
 
 `linear_cross_entropy_sums` is the eager path that people write, left to autograd. `forward_rows`,
 `forward_backward_rows_` and `backward_rows` are the twins of the Triton launchers in `row_kernels.py`.
@@ -76,10 +77,15 @@ class Rows(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the kept rows in nats, both [] fp32: `loss` has a gradient, `cross_entropy` is plain and detached."""
+    """Sums over the kept rows, each [] fp32.
+
+    `loss` has a gradient, `cross_entropy` is plain and detached, both in nats. `correct` counts the rows whose label's
+    logit no other exceeds, up to rounding; it is None where gradients are recorded (`torch.is_grad_enabled()`).
+    """
 
     loss: Tensor
     cross_entropy: Tensor
+    correct: Tensor | None = None
 
 
 def check_reduction(reduction: str) -> None:
@@ -149,14 +155,28 @@ def linear_cross_entropy_sums(
     if objective.z_loss:
         squares = torch.logsumexp(logits, dim=1).square()
         objective_losses = objective_losses + objective.z_loss * squares.masked_fill(~kept | bad, 0.0)
-    return LossSums(objective_losses.sum(), cross_entropies.sum())
+    correct = None
+    if not torch.is_grad_enabled():
+        label_logits = logits.gather(1, labels.masked_fill(~kept | bad, 0)[:, None])[:, 0]
+        correct = ((label_logits >= logits.amax(dim=1)) & kept & ~bad).sum(dtype=torch.float32)
+    return LossSums(objective_losses.sum(), cross_entropies.sum(), correct)
 
 
-def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
-    """Writes the results of `logits` [N, V], which are left alone, into `rows`."""
+def forward_rows(
+    logits: Tensor, labels: Tensor, objective: Objective, rows: Rows, entropies: Tensor | None = None
+) -> None:
+    """Writes the results of `logits` [N, V], which are left alone, into `rows`.
+
+    And the entropies in nats into `entropies` [N] fp32, if there is one.
+    """
     check_label_range(labels, logits.shape[1], objective.ignore_index)
     for block in _blocks(logits):
-        _row_results(_softcapped(logits[block], objective), labels[block], objective, rows.slice(block))
+        z = _softcapped(logits[block], objective)
+        _row_results(z, labels[block], objective, rows.slice(block))
+        if entropies is not None:
+            is_ignored = labels[block] == objective.ignore_index
+            # entr(p) is -p ln p, and 0 at 0.
+            entropies[block] = torch.special.entr(z.softmax(dim=1)).sum(dim=1).masked_fill_(is_ignored, 0.0)
 
 
 def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
@@ -179,11 +199,18 @@ def backward_rows(
     log_sum: Tensor,
     dlosses: Tensor,
     dlogits: Tensor,
+    first_class: int = 0,
+    vocab: int | None = None,
 ) -> None:
-    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
+    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`.
+
+    The V columns are the classes from `first_class` on of `vocab` classes, None for V. Labels, `row_max` and `log_sum`
+    are those of the whole vocabulary, and so is the gradient.
+    """
     for block in _blocks(logits):
         z, scale = _softcapped(logits[block], objective), dlosses[block, None]
-        dlogits[block] = _gradient_(z, logits[block], labels[block], objective, row_max[block], log_sum[block], scale)
+        vectors = (labels[block], objective, row_max[block], log_sum[block], scale)
+        dlogits[block] = _gradient_(z, logits[block], *vectors, first_class, vocab)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -197,14 +224,9 @@ def _softcapped(logits: Tensor, objective: Objective) -> Tensor:
     return z
 
 
-def _usable(labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Which rows are kept [N], and labels [N, 1] that are safe to index with."""
-    kept = labels != objective.ignore_index
-    return kept, torch.where(kept, labels, 0).long()[:, None]
-
-
 def _row_results(z: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
-    kept, index = _usable(labels, objective)
+    kept = labels != objective.ignore_index
+    index = torch.where(kept, labels, 0)[:, None]
     torch.amax(z, dim=1, out=rows.row_max)
     rows.log_sum.copy_((z - rows.row_max[:, None]).exp_().sum(dim=1).log_())
     cross_entropies = rows.log_sum - (z.gather(1, index)[:, 0] - rows.row_max)
@@ -226,15 +248,20 @@ def _gradient_(
     row_max: Tensor,
     log_sum: Tensor,
     scale: Tensor,
+    first_class: int = 0,
+    vocab: int | None = None,
 ) -> Tensor:
     """The gradient over `logits` [N, V] times `scale` ([] or [N, 1]); their softcapped form `z` is destroyed."""
-    kept, index = _usable(labels, objective)
+    vocab = z.shape[1] if vocab is None else vocab
+    kept = (labels != objective.ignore_index) & (labels >= 0) & (labels < vocab)
+    is_here = kept & (labels >= first_class) & (labels < first_class + z.shape[1])
+    index = torch.where(is_here, labels - first_class, 0)[:, None]
     gradient = z.sub_(row_max[:, None]).sub_(log_sum[:, None]).exp_()
     if objective.z_loss:
         gradient.mul_(1 + 2 * objective.z_loss * (row_max + log_sum)[:, None])
     if objective.label_smoothing:
-        gradient.sub_(objective.label_smoothing / z.shape[1])
-    gradient.scatter_add_(1, index, torch.full_like(gradient[:, :1], objective.label_smoothing - 1.0))
+        gradient.sub_(objective.label_smoothing / vocab)
+    gradient.scatter_add_(1, index, is_here[:, None].float().mul_(objective.label_smoothing - 1.0))
     if objective.softcap is not None:
         # The slope 1 - tanh^2 is 1 / cosh^2, and only the second form keeps its digits where tanh is near 1.
         gradient.div_((logits.float() / objective.softcap).cosh_().square_())

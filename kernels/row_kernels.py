@@ -9,6 +9,9 @@ whatever the storage dtype:
 Each group of 8 columns of a tile keeps m and l of its own, and they are merged once, at the end of the row: a tile
 needs no barrier. m and ln l are kept apart, not added up to lse: a common offset of the logits then cancels exactly.
 
+The entropy needs no third pass: with t = sum exp(z - m) (z - m) beside l, and l * (m - m') added to t before it is
+scaled to a new maximum like l, it is ln l - t / l.
+
 `forward_rows` is pass 1, `backward_rows` is pass 2 with the upstream gradient folded in, and `forward_backward_rows_`
 is both in one launch: one kernel, three launches. Traffic: 2 reads and 1 write of the logits, but pass 2 goes from the
 end of the row to its start, so that it finds a part of the row in the L2 cache.
@@ -30,6 +33,7 @@ GROUP = tl.constexpr(8)  # neighbouring columns with a maximum and a sum of thei
 REST = tl.constexpr(16)  # tiles end at a multiple of this, so that their loads stay wide; a tile of this width follows
 WARP_SIZE = 64 if torch.version.hip else 32
 IGNORED, BAD = tl.constexpr(-1), tl.constexpr(-2)  # what stands for a label that is ignore_index, or no class
+FLOOR = tl.constexpr(-104.0)  # whose exp is 0 in fp32, so that it stands for minus infinity, which times 0 were NaN
 
 
 @triton.jit
@@ -60,13 +64,18 @@ def _statistics(
     softcap,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """(m, ln l, sum (z - origin)) of one row whose tiles end at `end`; the last is 0 unless HAS_SMOOTHING."""
+    """(m, ln l, sum (z - origin), entropy) of one row whose tiles end at `end`.
+
+    The sum is 0 unless HAS_SMOOTHING, and the entropy ln l unless HAS_ENTROPY.
+    """
     GROUPS: tl.constexpr = BLOCK_V // GROUP
     group_max = tl.full([GROUPS], -float("inf"), tl.float32)
     group_sum = tl.zeros([GROUPS], tl.float32)
     group_total = tl.zeros([GROUPS], tl.float32)
+    group_moment = tl.zeros([GROUPS], tl.float32)
     for start in range(0, end, BLOCK_V):
         columns = start + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         is_whole = start + BLOCK_V <= end
@@ -75,6 +84,10 @@ def _statistics(
             group_total += tl.sum(tl.where(columns < end, z - origin, 0.0), 1)
         new_max = tl.maximum(group_max, tl.max(z, 1))
         anchor = _finite(new_max)
+        if HAS_ENTROPY:
+            shift, shifted = group_max - anchor, z - anchor[:, None]
+            group_moment = tl.exp(shift) * (group_moment + group_sum * tl.maximum(shift, FLOOR))
+            group_moment += tl.sum(tl.exp(shifted) * tl.maximum(shifted, FLOOR), 1)
         group_sum = group_sum * tl.exp(group_max - anchor) + tl.sum(tl.exp(z - anchor[:, None]), 1)
         group_max = new_max
 
@@ -86,7 +99,12 @@ def _statistics(
     total = tl.sum(group_total, 0)
     if HAS_SMOOTHING:
         total += tl.sum(tl.where(rest < V, z - origin, 0.0), 0)
-    return row_max, tl.log(row_sum), total
+    entropy = tl.log(row_sum)
+    if HAS_ENTROPY:
+        shift, shifted = group_max - anchor, z - anchor
+        moment = tl.sum(tl.exp(shift) * (group_moment + group_sum * tl.maximum(shift, FLOOR)), 0)
+        entropy -= (moment + tl.sum(tl.exp(shifted) * tl.maximum(shifted, FLOOR), 0)) / row_sum
+    return row_max, tl.log(row_sum), total, entropy
 
 
 @triton.jit
@@ -117,7 +135,8 @@ def _store_gradient(
     dstride_v,
     start,
     end,
-    label,
+    counts,
+    label_column,
     row_max,
     log_sum,
     p_scale,
@@ -131,7 +150,7 @@ def _store_gradient(
 ):
     """Writes (p_scale * p - share - label_scale at the label) * dz/dx over the WIDTH classes from `start` to `end`.
 
-    Or 0 if the label is none.
+    Or 0, where the row does not count. The label's column may lie outside of the row, in another slab.
     """
     columns = start + tl.arange(0, WIDTH)
     is_whole = start + WIDTH <= end
@@ -139,9 +158,9 @@ def _store_gradient(
     gradient = p_scale * tl.exp((z - row_max) - log_sum)
     if HAS_SMOOTHING:
         gradient -= share
-    if (label >= start) & (label < start + WIDTH):
-        gradient -= tl.where(columns == label, label_scale, 0.0)
-    gradient = tl.where(label >= 0, gradient * slope, 0.0)
+    if (label_column >= start) & (label_column < start + WIDTH):
+        gradient -= tl.where(columns == label_column, label_scale, 0.0)
+    gradient = tl.where(counts, gradient * slope, 0.0)
     pointers = drow_ptr + columns.to(tl.int64) * dstride_v
     if is_whole:
         tl.store(pointers, gradient, eviction_policy=EVICTION)
@@ -158,6 +177,7 @@ def _rows_kernel(
     cross_entropies_ptr,  # [N] fp32 out if FORWARD
     row_max_ptr,  # [N] fp32 out if FORWARD, else in
     log_sum_ptr,  # [N] fp32 out if FORWARD, else in
+    entropies_ptr,  # [N] fp32 out if HAS_ENTROPY
     dlosses_ptr,  # [N] fp32 in: upstream gradients; if FORWARD they are 1 and this is not read
     stride_n,
     stride_v,
@@ -168,27 +188,33 @@ def _rows_kernel(
     label_smoothing,
     z_loss,
     softcap,
+    first_class,  # what labels call the first column
+    vocab,  # how many classes there are, or None: V
     FORWARD: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # row * stride_n passes 2**31 at the lengths we sweep
     row_ptr = logits_ptr + row * stride_n
     label = tl.load(labels_ptr + row).to(tl.int64)
-    is_class = (label >= 0) & (label < V)
+    if vocab is None:  # the other launches have no code for slabs
+        first_class, vocab = 0, V
+    is_class = (label >= 0) & (label < vocab)
     label = tl.where(label == ignore_index, IGNORED, tl.where(is_class, label, BAD)).to(tl.int32)
+    counts = label >= 0
     end = V // REST * REST
 
     if FORWARD:
         # Read before the reductions over groups, which are barriers: no warp overwrites it before every warp has it.
-        x_label = tl.load(row_ptr + label.to(tl.int64) * stride_v, mask=label >= 0, other=0.0)
+        x_label = tl.load(row_ptr + label.to(tl.int64) * stride_v, mask=counts, other=0.0)
         z_label, _ = _softcapped(x_label, softcap, HAS_SOFTCAP)
         # The mean of z is taken from the label's logit, so that a common offset cancels there as well.
         origin = tl.where(tl.abs(z_label) < float("inf"), z_label, 0.0)
-        row_max, log_sum, total = _statistics(
-            row_ptr, stride_v, V, end, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, BLOCK_V
+        row_max, log_sum, total, entropy = _statistics(
+            row_ptr, stride_v, V, end, origin, softcap, HAS_SMOOTHING, HAS_SOFTCAP, HAS_ENTROPY, BLOCK_V
         )
         cross_entropy = log_sum - (z_label - row_max)
         loss = cross_entropy
@@ -197,8 +223,10 @@ def _rows_kernel(
             loss = (1 - label_smoothing) * cross_entropy + label_smoothing * uniform
         loss += z_loss * (row_max + log_sum) * (row_max + log_sum)
         missing = tl.where(label == IGNORED, 0.0, float("nan"))
-        tl.store(losses_ptr + row, tl.where(label >= 0, loss, missing))
-        tl.store(cross_entropies_ptr + row, tl.where(label >= 0, cross_entropy, missing))
+        tl.store(losses_ptr + row, tl.where(counts, loss, missing))
+        tl.store(cross_entropies_ptr + row, tl.where(counts, cross_entropy, missing))
+        if HAS_ENTROPY:
+            tl.store(entropies_ptr + row, tl.where(counts, entropy, missing))
         tl.store(row_max_ptr + row, row_max)
         tl.store(log_sum_ptr + row, log_sum)
         scale = 1.0
@@ -208,22 +236,24 @@ def _rows_kernel(
         scale = tl.load(dlosses_ptr + row)
 
     if BACKWARD:
+        label_column = label - first_class  # in a slab it may be negative, and not for want of a label
         drow_ptr = dlogits_ptr + row * dstride_n
         p_scale = scale * (1 + 2 * z_loss * (row_max + log_sum))
-        share = scale * label_smoothing / V
+        share = scale * label_smoothing / vocab
         label_scale = scale * (1 - label_smoothing)
         # The row's last use, if pass 1 was here; a backward alone is faster without the hint.
         EVICTION: tl.constexpr = "evict_first" if FORWARD else ""
         if end < V:
             _store_gradient(
-                row_ptr, drow_ptr, stride_v, dstride_v, end, V, label, row_max, log_sum,
+                row_ptr, drow_ptr, stride_v, dstride_v, end, V, counts, label_column, row_max, log_sum,
                 p_scale, share, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, EVICTION, REST,
             )  # fmt: skip
         # From the end of the row to its start: what was read last is still in the cache.
         tiles = tl.cdiv(end, BLOCK_V)
         for tile in range(tiles):
+            start = (tiles - 1 - tile) * BLOCK_V
             _store_gradient(
-                row_ptr, drow_ptr, stride_v, dstride_v, (tiles - 1 - tile) * BLOCK_V, end, label, row_max, log_sum,
+                row_ptr, drow_ptr, stride_v, dstride_v, start, end, counts, label_column, row_max, log_sum,
                 p_scale, share, label_scale, softcap, HAS_SMOOTHING, HAS_SOFTCAP, EVICTION, BLOCK_V,
             )  # fmt: skip
 
@@ -233,21 +263,24 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def forward_rows(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
+def forward_rows(
+    logits: Tensor, labels: Tensor, objective: Objective, rows: Rows, entropies: Tensor | None = None
+) -> None:
     """Writes the results of `logits` [N, V], which are left alone, into `rows`.
 
-    Here and below vectors of length N are contiguous, and `labels` int64.
+    And the entropies in nats into `entropies` [N] fp32, if there is one. Here and below vectors of length N are
+    contiguous, and `labels` int64.
     """
     if not runs_triton(logits):
-        return reference.forward_rows(logits, labels, objective, rows)
-    _launch(logits, None, labels, rows, None, objective)
+        return reference.forward_rows(logits, labels, objective, rows, entropies)
+    _launch(logits, None, labels, (*rows, entropies), None, objective)
 
 
 def forward_backward_rows_(logits: Tensor, labels: Tensor, objective: Objective, rows: Rows) -> None:
     """Writes the results of `logits` [N, V] into `rows`, and the gradient of their summed loss over them."""
     if not runs_triton(logits):
         return reference.forward_backward_rows_(logits, labels, objective, rows)
-    _launch(logits, logits, labels, rows, None, objective)
+    _launch(logits, logits, labels, (*rows, None), None, objective)
 
 
 def backward_rows(
@@ -259,19 +292,37 @@ def backward_rows(
     log_sum: Tensor,
     dlosses: Tensor,
     dlogits: Tensor,
+    first_class: int = 0,
+    vocab: int | None = None,
 ) -> None:
-    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`."""
+    """Writes the gradient for the upstream gradients `dlosses` [N] into `dlogits` [N, V], which may be `logits`.
+
+    The V columns are the classes from `first_class` on of `vocab` classes, None for V. Labels, `row_max` and `log_sum`
+    are those of the whole vocabulary, and so is the gradient, in the kernel bit for bit.
+    """
+    assert 0 <= first_class <= (vocab or logits.shape[1]) - logits.shape[1], (first_class, vocab, logits.shape)
+    slab = {"first_class": first_class, "vocab": vocab}
     if not runs_triton(logits):
         vectors = {"row_max": row_max, "log_sum": log_sum, "dlosses": dlosses}
-        return reference.backward_rows(logits, labels, objective, **vectors, dlogits=dlogits)
-    _launch(logits, dlogits, labels, (None, None, row_max, log_sum), dlosses, objective)
+        return reference.backward_rows(logits, labels, objective, **vectors, dlogits=dlogits, **slab)
+    _launch(logits, dlogits, labels, (None, None, row_max, log_sum, None), dlosses, objective, **slab)
 
 
 def _launch(
-    logits: Tensor, dlogits: Tensor | None, labels: Tensor, rows: tuple, dlosses: Tensor | None, objective: Objective
+    logits: Tensor,
+    dlogits: Tensor | None,
+    labels: Tensor,
+    results: tuple,
+    dlosses: Tensor | None,
+    objective: Objective,
+    first_class: int = 0,
+    vocab: int | None = None,
 ) -> None:
-    """Runs the forward unless `dlosses` is given, and the backward if `dlogits` is; `rows` are the fields of Rows."""
-    n_rows, vocab = logits.shape
+    """Runs the forward unless `dlosses` is given, and the backward if `dlogits` is.
+
+    `results` are the fields of Rows and the entropies, each None if it is neither read nor written.
+    """
+    n_rows, width = logits.shape
     if n_rows == 0:
         return
     with torch.cuda.device_of(logits):  # Triton launches on the current device
@@ -279,19 +330,22 @@ def _launch(
             logits,
             dlogits,
             labels,
-            *rows,
+            *results,
             dlosses,
             *logits.stride(),
             *(logits if dlogits is None else dlogits).stride(),
-            vocab,
+            width,
             objective.ignore_index,
             float(objective.label_smoothing),
             float(objective.z_loss),
             float(objective.softcap or 1.0),
+            first_class,
+            vocab,
             FORWARD=dlosses is None,
             BACKWARD=dlogits is not None,
             HAS_SMOOTHING=objective.label_smoothing > 0,
             HAS_SOFTCAP=objective.softcap is not None,
+            HAS_ENTROPY=results[-1] is not None,
             **launch_options(logits, dlogits, dlosses is None, objective.softcap is not None),
         )
     if dlogits is not None:

@@ -1,4 +1,4 @@
-"""Gradients times the upstream gradient, which is a number on the device.
+"""Gradients times factors that are numbers on the device: one for all, or one for each row.
 
 torch.mul would do, but a factor that lies on the device and has another dtype costs it the wide loads: 2.4 ms where
 reading and writing takes 0.5 (a bf16 dweight of [128256, 4096] on an H200).
@@ -12,40 +12,55 @@ from torch import Tensor
 from . import row_kernels
 
 BLOCK = 4096
+BLOCKS = 8  # of a program: so many that the programs are few where there is nothing to do
 NUM_WARPS = BLOCK // (16 * row_kernels.WARP_SIZE)  # 16 elements a lane: two 16-byte loads of bf16
 
 
 @triton.jit
 def _scale_kernel(
-    source_ptr,  # [n] in
-    scaled_ptr,  # [n] out; source_ptr if IN_PLACE
-    factor_ptr,  # [] fp32 in
-    n,
+    source_ptr,  # [rows, length] in
+    scaled_ptr,  # [rows, length] out; source_ptr if IN_PLACE
+    factors_ptr,  # [rows] fp32 in
+    length,
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    factor = tl.load(factor_ptr)
+    programs = tl.cdiv(length, BLOCK * BLOCKS)  # of a row
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    first = (tl.program_id(0) % programs).to(tl.int64) * BLOCK * BLOCKS
+    end = tl.minimum(first + BLOCK * BLOCKS, length)
+    factor = tl.load(factors_ptr + row)
     if IN_PLACE:
-        n = tl.where(factor == 1.0, 0, n)  # then nothing is read, and nothing written
-    mask = offsets < n
-    source = tl.load(source_ptr + offsets, mask=mask)
-    tl.store(scaled_ptr + offsets, source.to(tl.float32) * factor, mask=mask)
+        end = tl.where(factor == 1.0, first, end)  # then nothing is read, and nothing written
+    for start in range(first, end, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        source = tl.load(source_ptr + row * length + offsets, mask=offsets < end)
+        # A row that does not count has the factor 0, and gradient 0 whatever was computed for it.
+        scaled = tl.where(factor == 0.0, 0.0, source.to(tl.float32) * factor)
+        tl.store(scaled_ptr + row * length + offsets, scaled, mask=offsets < end)
 
 
-def scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gradient` (contiguous) times `factor` ([] fp32) in `dtype`: over `gradient` itself if that is its dtype."""
+def scale(gradient: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gradient` times `factors` in `dtype`: over `gradient` itself if that is its dtype.
+
+    Args:
+        gradient: contiguous.
+        factors: [1] fp32, or one for each row of `gradient`.
+        dtype: fp32, bf16 or fp16.
+    """
     if type(gradient) is not Tensor:  # a stand-in, while compiling; the compiler reuses the memory by itself
-        return (gradient * factor).to(dtype)
+        return (gradient * factors.view(-1, *[1] * (gradient.dim() - 1))).to(dtype)
     in_place = gradient.dtype == dtype
     scaled = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
     if not row_kernels.runs_triton(gradient):
-        torch.mul(gradient, factor, out=scaled)
+        torch.mul(gradient, factors.view(-1, *[1] * (gradient.dim() - 1)), out=scaled)
     elif gradient.numel():
-        grid = (triton.cdiv(gradient.numel(), BLOCK),)
+        length = gradient.numel() // factors.numel()
+        grid = (factors.numel() * triton.cdiv(length, BLOCK * BLOCKS),)
         with torch.cuda.device_of(gradient):
             _scale_kernel[grid](
-                gradient, scaled, factor, gradient.numel(), IN_PLACE=in_place, BLOCK=BLOCK, num_warps=NUM_WARPS
+                gradient, scaled, factors, length, IN_PLACE=in_place, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS
             )
         torch.autograd.graph.increment_version(scaled)
     return scaled.detach()  # a tensor of its own, so that autograd may keep it as .grad without a copy

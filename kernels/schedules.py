@@ -1,32 +1,32 @@
-"""The loop behind `linear_cross_entropy`: token chunks, so that only `chunk` rows of logits are alive at once.
+"""The loops behind `linear_cross_entropy`: token chunks and vocabulary slabs. Only a part of the logits ever exists.
 
-Per chunk of C rows: logits into one preallocated [C, V] buffer, dlogits over them, the chunk's rows of dhidden by one
-GEMM, and its share of dweight added in fp32 by another. Three GEMMs in all, as without chunks (but for small ones, see
-below); on a GPU nothing is allocated per chunk.
+**Token chunks**, 3 GEMMs. Per chunk of C rows: logits into one preallocated [C, V] buffer, dlogits over them, the
+chunk's rows of dhidden by one GEMM, and its share of dweight added in fp32 by another. Where the upstream gradients
+come only in backward (`token_chunks_backward`), the logits are made twice: 4 GEMMs.
 
-Peak bytes with bf16 compute beyond the inputs: 2CV for the chunk, 4VD for dweight in fp32 (the returned gradient
-itself when the weight is fp32), 2ND or 4ND for dhidden. A bf16 weight with more than one chunk needs the fp32 buffer
-beside the returned dweight, because a bf16 sum loses small contributions (its error grows with the number of chunks).
-fp16 inputs need fp32 buffers for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as the
-loop runs: 2VD + 2ND.
+**Vocabulary slabs**, 4 GEMMs and no sum of [V, D]. Forward makes losses and dhidden: from token chunks, or from blocks
+of tokens and classes (`blocks_forward`). Backward goes over slabs of classes (`vocab_slabs`): logits of all tokens made
+again, dlogits from the lse that forward kept, and the slab's rows of dweight by one GEMM over all tokens, rounded once.
+
+Both have two ways to dlogits. The plain one: a cuBLAS GEMM, then the kernel of `row_kernels.py` over its result. The
+fused one, where `gemm.py` takes the head and the objective is plain (`is_fused`): no pass over the logits but the
+GEMM's own; its dlogits lack a factor for each row (`tile_sums.py`), which goes into the operands of the other GEMMs.
+
+On a GPU nothing is allocated per part; what a schedule needs in all, `plan.py` counts. fp16 inputs need fp32 buffers
+for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as a loop runs.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import row_kernels
+from . import gemm, geometry, row_kernels, tile_sums
 from .reference import Objective, Rows
 
-# An odd V is six times slower in cuBLAS (50257 against 50304, H200). So rows of logits start at a multiple of 64
-# elements, and the last V % 8 classes go through GEMMs of their own.
-ROW_ALIGNMENT = 64
-GEMM_ALIGNMENT = 8
-
-# One chunk of 43008 x 50257 logits ended in an illegal memory access of cuBLAS (H200; not without the last class).
-MAX_ELEMENTS = 2**31 - 1
+GEMM_ALIGNMENT = 8  # the last V % 8 classes go through GEMMs of their own
 
 
 class Head(NamedTuple):
@@ -35,6 +35,10 @@ class Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+
+    def part(self, tokens: slice, classes: slice = slice(None)) -> "Head":
+        bias = None if self.bias is None else self.bias[classes]
+        return Head(self.hidden[tokens], self.weight[classes], bias)
 
 
 class Gradients(NamedTuple):
@@ -45,9 +49,20 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
 
 
-def largest_chunk(vocab: int) -> int:
-    """Rows of logits that may be alive at once."""
-    return max(MAX_ELEMENTS // _padded(vocab), 1)
+class Upstream(NamedTuple):
+    """What backward needs of each row, [N] fp32: max and log-sum as in Rows, and the upstream gradients."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    dlosses: Tensor
+
+    def part(self, tokens: slice) -> "Upstream":
+        return Upstream(*(vector[tokens] for vector in self))
+
+
+def is_fused(head: Head, objective: Objective) -> bool:
+    """Whether dlogits come out of the logits' own GEMM."""
+    return objective.label_smoothing == 0 and objective.softcap is None and gemm.takes(head)
 
 
 def empty_gradients(
@@ -70,54 +85,194 @@ def empty_gradients(
     return Gradients(*map(buffer, (hidden, weight, bias), wanted, (True, one_chunk, False)))
 
 
-def token_chunks(head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients) -> Rows:
-    """Row results; the gradients of the summed loss go into the buffers `gradients`."""
+def row_results(head: Head, labels: Tensor, objective: Objective, chunk: int, entropies: Tensor | None = None) -> Rows:
+    """Row results without gradients; `entropies` [N] fp32 are written if given."""
     rows = Rows.empty(labels.shape[0], labels.device)
-    kernel = row_kernels.forward_rows if gradients == Gradients() else row_kernels.forward_backward_rows_
-    accumulator = _Accumulator(head, chunk, gradients)
-    for part, logits in _logits_of_chunks(head, chunk):
-        kernel(logits, labels[part], objective, rows.slice(part))
-        accumulator.add(part, logits)
+    if not is_fused(head, objective):
+        for part, logits in _logits_of_chunks(head, chunk):
+            part_of_entropies = None if entropies is None else entropies[part]
+            row_kernels.forward_rows(logits, labels[part], objective, rows.slice(part), part_of_entropies)
+        return rows
+    chunk *= geometry.STATISTICS_ROWS
+    vocab, halves = len(head.weight), 2 * geometry.class_tiles(len(head.weight))
+    label_logits, _ = tile_sums.anchors(*head, labels, objective)
+    buffer = _float_buffer(head, 3 * halves * min(chunk, len(labels)))
+    for part in _parts(len(labels), chunk):
+        partials = _view(buffer, halves, 3, part.stop - part.start)
+        gemm.statistics(*head.part(part), labels[part], partials=partials)
+        tile_sums.merge_statistics(
+            partials,
+            labels[part],
+            objective,
+            vocab,
+            label_logits=label_logits[part],
+            rows=rows.slice(part),
+            entropies=None if entropies is None else entropies[part],
+        )
     return rows
 
 
+def token_chunks(
+    head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients, factor: Tensor
+) -> tuple[Rows, Tensor, Tensor]:
+    """Row results; the gradients of the summed loss go into the buffers `gradients`, some factors short.
+
+    Args:
+        factor: [1] fp32, which the gradients shall be multiplied with.
+
+    Returns:
+        The row results, the factors [N] or [1] that the rows of dhidden lack, and the factor [1] that dweight and dbias
+        lack.
+    """
+    rows = Rows.empty(labels.shape[0], labels.device)
+    accumulator = _Accumulator(head, gradients)
+    if not is_fused(head, objective):
+        ones = head.hidden.new_ones(min(chunk, len(labels)))
+        for part, logits in _logits_of_chunks(head, chunk):
+            row_kernels.forward_backward_rows_(logits, labels[part], objective, rows.slice(part))
+            accumulator.add(part, logits, head.hidden[part], ones[: len(logits)])
+        return rows, factor, factor
+
+    label_logits, anchors = tile_sums.anchors(*head, labels, objective)
+    row_scales = torch.empty_like(label_logits)
+    buffer = _logits_buffer(head, min(chunk, len(labels)), len(head.weight))
+    tiles = geometry.class_tiles(len(head.weight))
+    sums_buffer = _float_buffer(head, tiles * len(buffer))
+    scaled_buffer = None if gradients.weight is None else head.hidden.new_empty(len(buffer), head.hidden.shape[1])
+    for part in _parts(len(labels), chunk):
+        own, n_rows = head.part(part), len(labels[part])
+        exponentials, sums = buffer[:n_rows], _view(sums_buffer, tiles, n_rows)
+        scaled_hidden = None if scaled_buffer is None else scaled_buffer[:n_rows]
+        gemm.exponentials(*own, labels[part], anchors=anchors[part], out=exponentials, sums=sums)
+        vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
+        outputs = {"rows": rows.slice(part), "row_scales": row_scales[part], "scaled_hidden": scaled_hidden}
+        tile_sums.finish_rows(exponentials, sums, own, labels[part], objective, factor=factor, **vectors, **outputs)
+        accumulator.add(part, exponentials, scaled_hidden, row_scales[part])
+    return rows, row_scales, torch.ones_like(factor)
+
+
 def token_chunks_backward(
-    head: Head,
-    labels: Tensor,
-    objective: Objective,
-    chunk: int,
-    gradients: Gradients,
-    *,
-    row_max: Tensor,
-    log_sum: Tensor,
-    dlosses: Tensor,
+    head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients, upstream: Upstream
 ) -> None:
-    """Fills `gradients` for the upstream gradients `dlosses` [N]: the logits are computed again, chunk by chunk."""
-    accumulator = _Accumulator(head, chunk, gradients)
-    for part, logits in _logits_of_chunks(head, chunk):
-        vectors = {"row_max": row_max[part], "log_sum": log_sum[part], "dlosses": dlosses[part]}
-        row_kernels.backward_rows(logits, labels[part], objective, **vectors, dlogits=logits)
-        accumulator.add(part, logits)
+    """Fills `gradients`: the logits are computed again, chunk by chunk."""
+    accumulator = _Accumulator(head, gradients)
+    dlogits_of = _Dlogits(head, labels, objective, upstream, min(chunk, len(labels)), len(head.weight))
+    ones = head.hidden.new_ones(min(chunk, len(labels)))
+    for part in _parts(len(labels), chunk):
+        dlogits = dlogits_of(part, slice(0, len(head.weight)))
+        accumulator.add(part, dlogits, head.hidden[part], ones[: len(dlogits)])
+
+
+def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tuple[int, int], dhidden: Tensor) -> Rows:
+    """Row results and `dhidden` [N, D], over blocks of tokens and classes; for a fused head."""
+    n_tokens, vocab = len(labels), len(head.weight)
+    n_rows, n_classes = min(block[0], n_tokens), min(block[1], vocab)
+    rows = Rows.empty(n_tokens, labels.device)
+    label_logits, anchors = tile_sums.anchors(*head, labels, objective)
+    buffer = _logits_buffer(head, n_rows, n_classes)
+    tiles = geometry.class_tiles(vocab)
+    sums_buffer = _float_buffer(head, tiles * n_rows)
+    products_buffer = _float_buffer(head, n_rows * head.hidden.shape[1])
+    for part in _parts(n_tokens, n_rows):
+        n_own = len(labels[part])
+        sums = _view(sums_buffer, tiles, n_own)
+        products = _view(products_buffer, n_own, head.hidden.shape[1])
+        for classes in _parts(vocab, n_classes):
+            own, first_tile = head.part(part, classes), classes.start // geometry.TILE_CLASSES
+            exponentials = buffer[:n_own, : len(own.weight)]
+            gemm.exponentials(
+                *own,
+                labels[part],
+                anchors=anchors[part],
+                out=exponentials,
+                sums=sums[first_tile : first_tile + geometry.class_tiles(len(own.weight))],
+                first_class=classes.start,
+            )
+            for columns in _aligned_parts(len(own.weight)):
+                is_first = classes.start + columns.start == 0
+                _matmul(exponentials[:, columns], own.weight[columns], out=products, add=not is_first)
+        vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
+        own = head.part(part)
+        tile_sums.finish_dhidden(
+            products, dhidden[part], sums, own, labels[part], objective, **vectors, rows=rows.slice(part)
+        )
+    return rows
+
+
+def vocab_slabs(
+    head: Head, labels: Tensor, objective: Objective, slab: int, gradients: Gradients, upstream: Upstream
+) -> None:
+    """Fills dweight and dbias: the logits are computed again, `slab` classes at a time."""
+    vocab, ones = len(head.weight), head.hidden.new_ones(1, len(labels))
+    dlogits_of = _Dlogits(head, labels, objective, upstream, len(labels), min(slab, vocab))
+    for classes in _parts(vocab, slab):
+        dlogits = dlogits_of(slice(0, len(labels)), classes)
+        if gradients.weight is not None:
+            _matmul(dlogits.t(), head.hidden, out=gradients.weight[classes])
+        if gradients.bias is not None:
+            _matmul(ones, dlogits, out=gradients.bias[None, classes])
+
+
+class _Dlogits:
+    """Makes dlogits for given upstream gradients, of any tokens and classes, always in the same buffer."""
+
+    def __init__(
+        self, head: Head, labels: Tensor, objective: Objective, upstream: Upstream, n_rows: int, n_classes: int
+    ):
+        self.head, self.labels, self.objective, self.upstream = head, labels, objective, upstream
+        self.buffer = _logits_buffer(head, n_rows, n_classes)
+        self.gradient_rows = None
+        if is_fused(head, objective):
+            self.gradient_rows = tile_sums.gradient_rows(*head, labels, objective, **upstream._asdict())
+
+    def __call__(self, tokens: slice, classes: slice) -> Tensor:
+        part, labels = self.head.part(tokens, classes), self.labels[tokens]
+        dlogits = self.buffer[: len(labels), : len(part.weight)]
+        if self.gradient_rows is not None:
+            rows = {name: vector[tokens] for name, vector in self.gradient_rows.items()}
+            gemm.gradients(*part, labels, **rows, out=dlogits, first_class=classes.start)
+        else:
+            _write_logits(part, dlogits)
+            vectors = self.upstream.part(tokens)._asdict()
+            place = {"first_class": classes.start, "vocab": len(self.head.weight)}
+            row_kernels.backward_rows(dlogits, labels, self.objective, **vectors, dlogits=dlogits, **place)
+        return dlogits
 
 
 def _logits_of_chunks(head: Head, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """Yields each slice of tokens and its logits [<= chunk, V], always in the same buffer."""
-    n_tokens, vocab = head.hidden.shape[0], head.weight.shape[0]
-    buffer = head.weight.new_empty(min(chunk, n_tokens), _padded(vocab))[:, :vocab]
-    for start in range(0, max(n_tokens, 1), chunk):  # no tokens: one empty chunk, which makes the gradients zero
-        part = slice(start, min(start + chunk, n_tokens))
-        logits = buffer[: part.stop - start]
-        for classes in _aligned_parts(vocab):
-            weight, out = head.weight[classes].t(), logits[:, classes]
-            if head.bias is None:
-                torch.mm(head.hidden[part], weight, out=out)
-            else:
-                torch.addmm(head.bias[classes], head.hidden[part], weight, out=out)
+    buffer = _logits_buffer(head, min(chunk, len(head.hidden)), len(head.weight))
+    for part in _parts(len(head.hidden), chunk):
+        own = head.part(part)
+        logits = buffer[: len(own.hidden)]
+        _write_logits(own, logits)
         yield part, logits
 
 
-def _padded(vocab: int) -> int:
-    return -(-vocab // ROW_ALIGNMENT) * ROW_ALIGNMENT
+def _parts(length: int, size: int) -> list[slice]:
+    """Slices of at most `size`; of nothing, one that is empty, so that a loop over it makes gradients of zero."""
+    return [slice(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+
+
+def _logits_buffer(head: Head, n_rows: int, n_classes: int) -> Tensor:
+    return head.weight.new_empty(n_rows, geometry.padded(n_classes))[:, :n_classes]
+
+
+def _float_buffer(head: Head, size: int) -> Tensor:
+    return head.weight.new_empty(size, dtype=torch.float32)
+
+
+def _view(buffer: Tensor, *shape: int) -> Tensor:
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def _write_logits(head: Head, out: Tensor) -> None:
+    for classes in _aligned_parts(len(head.weight)):
+        weight, part = head.weight[classes].t(), out[:, classes]
+        if head.bias is None:
+            torch.mm(head.hidden, weight, out=part)
+        else:
+            torch.addmm(head.bias[classes], head.hidden, weight, out=part)
 
 
 def _aligned_parts(vocab: int) -> list[slice]:
@@ -129,19 +284,19 @@ def _aligned_parts(vocab: int) -> list[slice]:
 class _Accumulator:
     """Collects the gradients that are wanted from the dlogits of one chunk after another."""
 
-    def __init__(self, head: Head, chunk: int, gradients: Gradients):
+    def __init__(self, head: Head, gradients: Gradients):
         self.head, self.gradients = head, gradients
-        self.ones = head.hidden.new_ones(1, 0 if gradients.bias is None else min(chunk, head.hidden.shape[0]))
 
-    def add(self, part: slice, dlogits: Tensor) -> None:
+    def add(self, part: slice, dlogits: Tensor, hidden: Tensor | None, row_scales: Tensor) -> None:
+        """Adds a chunk: dweight from `hidden` [C, D], not read if no dweight is wanted; dbias by `row_scales` [C]."""
         dhidden, dweight, dbias = self.gradients
         if dhidden is not None:
             for classes in _aligned_parts(dlogits.shape[1]):
                 _matmul(dlogits[:, classes], self.head.weight[classes], out=dhidden[part], add=classes.start > 0)
         if dweight is not None:
-            _matmul(dlogits.t(), self.head.hidden[part], out=dweight, add=part.start > 0)
+            _matmul(dlogits.t(), hidden, out=dweight, add=part.start > 0)
         if dbias is not None:
-            _matmul(self.ones[:, : dlogits.shape[0]], dlogits, out=dbias[None], add=part.start > 0)
+            _matmul(row_scales.to(dlogits.dtype)[None], dlogits, out=dbias[None], add=part.start > 0)
 
 
 def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:

@@ -6,14 +6,17 @@ A row is a dictionary, one line of JSON. An implementation that cannot be measur
 import gc
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from kernels import devices, plan
+from kernels.linear_cross_entropy import linear_cross_entropy
 from logitless import memory
 from logitless.measurements import LOGITS_KERNELS, MeasuredHead, MeasuredLogits, copy_gb_per_s
-from logitless.peers import FAMILIES, Family, Loss, chosen
+from logitless.peers import FAMILIES, Family, Loss, chosen, evaluation
 from logitless.problems import DTYPES, Shape, make_inputs, make_logits
 from logitless.records import new_record, package_version
 
@@ -96,7 +99,8 @@ def _bench_head(case: Case, words: list[str]) -> Iterator[dict]:
         for row in _unanswered(asked[family], losses, f"N = {case.shape.n_tokens} and {case.dtype}"):
             yield row | package
         for name in chosen(losses, asked[family]):
-            yield {"method": name} | _guarded(partial(head.measure, losses[name])) | package
+            measure = partial(head.measure, losses[name], is_evaluation=family.is_evaluation)
+            yield {"method": name} | _guarded(measure) | _predicted(losses[name], case) | package
 
 
 def _bench_logits(case: Case, words: list[str], bandwidth: float) -> Iterator[dict]:
@@ -134,6 +138,19 @@ def _load(family: Family, case: Case) -> tuple[dict[str, Loss], dict | None]:
     if family.needs_cuda and case.device.type != "cuda":
         return {}, {"status": "absent", "reason": "needs CUDA"}
     return losses, None
+
+
+def _predicted(loss: Loss, case: Case) -> dict:
+    """The plan of one of our own, for the row to hold predictions beside measurements."""
+    if not isinstance(loss, partial) or loss.func not in (linear_cross_entropy, evaluation):
+        return {}
+    grads = (False,) * 3 if loss.func is evaluation else (True, True, False)
+    head = plan.Head(*case.shape, case.dtype, case.weight_dtype, grads=grads)
+    limits = {"schedule": "tokens" if "chunk" in loss.keywords else "auto"} | loss.keywords
+    try:
+        return {"plan": asdict(plan.plan(head, devices.present_device(str(case.device)), **limits))}
+    except ValueError:  # nothing fits, and the row has the reason
+        return {}
 
 
 def _guarded(measure: Callable[[], dict]) -> dict:

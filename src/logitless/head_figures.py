@@ -64,8 +64,9 @@ def problem(row: dict) -> str | None:
 
 
 def latest(rows: Iterable[dict]) -> list[dict]:
-    """The rows about heads, without those that a later row about the same replaces."""
-    kept = {(row["method"], shape_of(row), case_of(row)): row for row in rows if row["width"]}
+    """The rows about heads with gradients, without those that a later row about the same replaces."""
+    rows = (row for row in rows if row["width"] and not row["method"].startswith("evaluation"))
+    kept = {(row["method"], shape_of(row), case_of(row)): row for row in rows}
     return list(kept.values())
 
 
@@ -135,6 +136,8 @@ def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
     dots = base.mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y)
     leaders = base.mark_rule(opacity=0.4).encode(x=x, y=y, x2="near:Q", y2="label_ratio:Q")
     text = base.mark_text(align="left", baseline="middle").encode(x="label_mib:Q", y="label_ratio:Q", text="method:N")
+    steps = alt.Chart(alt.Data(values=front(points))).mark_line(interpolate="step-after", opacity=0.4)
+    steps = steps.encode(x=x, y=y, color=color)
     gemms = alt.Chart(alt.Data(values=[{"ratio": 1.0}])).mark_rule(strokeDash=[5, 4]).encode(y=y)
     corner = [  # where those stand that have neither time nor memory
         {"family": method.partition(" ")[0], "label": f"{method}: out of memory"}
@@ -147,8 +150,17 @@ def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
     title = f"{sizes}, {_case_in_words(rows[0], names_device)}"
     missing = [f"{row['method']}: {row['status']}" for row in rows if row["status"] not in ("ok", "oom")]
     subtitle = textwrap.wrap(", ".join(missing), 80)
-    layers = alt.layer(gemms, leaders, dots, text, crosses).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
+    layers = alt.layer(gemms, steps, leaders, dots, text, crosses).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
     return layers.properties(title=alt.TitleParams(title, subtitle=subtitle, anchor="start", fontSize=12))
+
+
+def front(points: list[dict]) -> list[dict]:
+    """Of our own points those that none of us beats in both time and memory, by rising memory."""
+    kept = []
+    for point in sorted((p for p in points if p["family"] == "ours"), key=lambda p: (p["mib"], p["ratio"])):
+        if not kept or point["ratio"] < kept[-1]["ratio"]:
+            kept.append(point)
+    return kept
 
 
 class _Log:

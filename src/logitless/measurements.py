@@ -94,27 +94,35 @@ class MeasuredHead:
         dtype, weight_dtype = (tensor.dtype for tensor in sets[0][:2])
         self.context = nullcontext() if dtype == weight_dtype else torch.autocast(self.device.type, dtype)
         self.gemms = _gemms(sets[0])
-        time_steps(self.device, self.effort.warmups, self._prepare, self.gemms)
+        time_steps(self.device, self.effort.warmups, self._prepare, *self.gemms)
+        casts = time_steps(self.device, 10, self._prepare, lambda: sets[0].weight.detach().to(dtype))
+        # What autocast does to the weight once a step, and is part of `total_ms`.
+        self.cast = {} if dtype == weight_dtype else {"cast_ms": statistics.median(map(sum, casts))}
 
-    def measure(self, loss: Loss) -> dict:
-        """Times, transient memory and errors of `loss`."""
+    def measure(self, loss: Loss, *, is_evaluation: bool = False) -> dict:
+        """Times, transient memory and errors of `loss`; for an evaluation, of its forward beside the first GEMM."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # blocks that the last implementation cut up
         torch.compiler.reset()  # a function compiles for eight shapes, and without a word runs eagerly on the ninth
-        steps = partial(self._forward, loss), self._backward
+        steps = [partial(self._evaluate, loss)] if is_evaluation else [partial(self._forward, loss), self._backward]
+        own_gemms = self.gemms[: 1 if is_evaluation else 3]
         try:
-            warm = time_steps(self.device, self.effort.warmups, self._prepare, *steps)
+            start = time.perf_counter()
+            warm = time_steps(self.device, 1, self._prepare, *steps)
+            first_call_s = time.perf_counter() - start
+            warm += time_steps(self.device, self.effort.warmups - 1, self._prepare, *steps)
             repetitions = self.effort.repetitions(sum(warm[-1]))
-            gemms = time_steps(self.device, GEMM_REPETITIONS, self._prepare, self.gemms)
+            gemms = time_steps(self.device, GEMM_REPETITIONS, self._prepare, *own_gemms)
             laps = time_steps(self.device, repetitions, self._prepare, *steps)
-            gemms += time_steps(self.device, GEMM_REPETITIONS, self._prepare, self.gemms)
+            gemms += time_steps(self.device, GEMM_REPETITIONS, self._prepare, *own_gemms)
             results = self._inspect(steps)
         finally:
             self._prepare(0)  # also frees what a failure left
-        forward_ms, backward_ms = (statistics.median(column) for column in zip(*laps, strict=True))
+        names = ("forward_ms", "backward_ms")[: len(steps)]
+        times = {name: statistics.median(lap) for name, lap in zip(names, zip(*laps, strict=True), strict=True)}
         total_ms, gemm_ms = (statistics.median(map(sum, rows)) for rows in (laps, gemms))
-        times = {"forward_ms": forward_ms, "backward_ms": backward_ms, "total_ms": total_ms, "gemm_ms": gemm_ms}
-        return times | {"ratio": total_ms / gemm_ms, "repetitions": repetitions} | results
+        times |= {"total_ms": total_ms, "gemm_ms": gemm_ms, "ratio": total_ms / gemm_ms, "first_call_s": first_call_s}
+        return times | {"repetitions": repetitions} | self.cast | results
 
     def _prepare(self, repetition: int) -> None:
         self.inputs, self.loss = self.sets[repetition % len(self.sets)], None
@@ -128,6 +136,10 @@ class MeasuredHead:
     def _backward(self) -> None:
         self.loss.backward()
 
+    def _evaluate(self, loss: Loss) -> None:
+        with torch.no_grad():
+            self._forward(loss)
+
     def _inspect(self, steps: Sequence[Callable[[], None]]) -> dict:
         """Transient memory and errors, of one more call on the first set."""
         self._prepare(0)
@@ -135,22 +147,22 @@ class MeasuredHead:
         peak = peak_bytes(self.device, steps)
         hidden, weight, _ = self.inputs
         values = {"loss": self.loss, "dhidden": hidden.grad, "dweight": weight.grad}
-        errors = {name: relative_error(value, getattr(self.gold, name)) for name, value in values.items()}
-        transient = {"transient_mib": (peak - hidden.grad.nbytes - weight.grad.nbytes) / MIB}
-        return transient | {"errors": errors, "gold": self.gold.dtype}
+        errors = {
+            name: relative_error(value, getattr(self.gold, name)) for name, value in values.items() if value is not None
+        }
+        returned = sum(gradient.nbytes for gradient in (hidden.grad, weight.grad) if gradient is not None)
+        return {"transient_mib": (peak - returned) / MIB, "errors": errors, "gold": self.gold.dtype}
 
 
-def _gemms(inputs: Inputs) -> Callable[[], None]:
-    """A function that makes logits, dhidden and dweight by one GEMM each, in the dtype of the hidden states."""
+def _gemms(inputs: Inputs) -> list[Callable[[], None]]:
+    """Functions that make logits, dhidden and dweight by one GEMM each, in the dtype of the hidden states."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach().to(inputs.hidden.dtype)
     logits, dhidden, dweight = hidden @ weight.t(), torch.empty_like(hidden), torch.empty_like(weight)
-
-    def run() -> None:
-        torch.mm(hidden, weight.t(), out=logits)
-        torch.mm(logits, weight, out=dhidden)
-        torch.mm(logits.t(), hidden, out=dweight)
-
-    return run
+    return [
+        lambda: torch.mm(hidden, weight.t(), out=logits),
+        lambda: torch.mm(logits, weight, out=dhidden),
+        lambda: torch.mm(logits.t(), hidden, out=dweight),
+    ]
 
 
 class MeasuredLogits:

@@ -18,12 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy
-from kernels.linear_cross_entropy import linear_cross_entropy
-from logitless.problems import DTYPES
+from kernels.linear_cross_entropy import linear_cross_entropy, linear_evaluation
+from kernels.reference import Objective
+from logitless.problems import DTYPES, IGNORE
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 CHUNKS = (1024, 2048, 4096)
+SLABS = (256, 640, 1024)  # chunks of the vocabulary schedule
+BUDGETS_MIB = (64, 174, 480, 1024, 4096)
 
 
 class Family(NamedTuple):
@@ -34,6 +37,7 @@ class Family(NamedTuple):
     needs_cuda: bool
     implementations: Callable[[int, str], dict[str, Loss]]
     """By name, for N tokens and a compute dtype of bf16, fp16 or fp32; raises ImportError where they are absent."""
+    is_evaluation: bool = False  # whether its losses have no gradient
 
     def may_have(self, word: str) -> bool:
         """Whether a name in this family begins with `word` for some N and dtype.
@@ -74,9 +78,22 @@ def inplace(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(F.linear(hidden, weight), labels)
 
 
+def evaluation(hidden: Tensor, weight: Tensor, labels: Tensor, **limits) -> Tensor:
+    """The mean of our evaluation's cross-entropies; it makes lse, accuracy and entropy as well."""
+    kept = (labels != IGNORE).sum()
+    return linear_evaluation(hidden, weight, labels, Objective(ignore_index=IGNORE), **limits).cross_entropy / kept
+
+
 def _ours(n_tokens: int, dtype: str) -> dict[str, Loss]:
-    chunks = {f"C={chunk}": chunk for chunk in CHUNKS if chunk < n_tokens} | {"whole": n_tokens}
-    return {f"ours {name}": partial(linear_cross_entropy, chunk=chunk) for name, chunk in chunks.items()}
+    tokens = {f"C={chunk}": {"chunk": chunk} for chunk in CHUNKS if chunk < n_tokens} | {"whole": {"chunk": n_tokens}}
+    vocab = {f"vocab C={chunk}": {"chunk": chunk, "schedule": "vocab"} for chunk in SLABS if chunk < n_tokens}
+    budgets = {f"within {budget} MiB": {"budget_mib": budget} for budget in BUDGETS_MIB}
+    options = tokens | vocab | budgets
+    return {f"ours {name}": partial(linear_cross_entropy, **limits) for name, limits in options.items()}
+
+
+def _evaluations(n_tokens: int, dtype: str) -> dict[str, Loss]:
+    return {"evaluation": partial(evaluation, chunk=128), "evaluation eager": eager_fp32}
 
 
 def _eager(n_tokens: int, dtype: str) -> dict[str, Loss]:
@@ -114,11 +131,13 @@ def _cce(n_tokens: int, dtype: str) -> dict[str, Loss]:
 def _quack(n_tokens: int, dtype: str) -> dict[str, Loss]:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return {"quack": chunked_linear_cross_entropy}
+    fused = {f"quack C={chunk}": partial(chunked_linear_cross_entropy, chunk_size=chunk) for chunk in (1024, 4096)}
+    return fused | {"quack base C=4096": partial(fused["quack C=4096"], use_scaled_exp=False)}
 
 
 FAMILIES = (
     Family("ours", "triton", False, _ours),
+    Family("evaluation", "triton", False, _evaluations, is_evaluation=True),
     Family("inplace", "triton", False, lambda n_tokens, dtype: {"inplace": inplace}),
     Family("eager", "torch", False, _eager),
     Family("torch.compile", "torch", False, _compiled),

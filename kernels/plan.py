@@ -1,0 +1,300 @@
+"""Memory and time of `linear_cross_entropy` in closed form, and the choice of its schedule and chunk. Pure Python.
+
+Bytes are those that `schedules.py` allocates, counted line by line; peaks are above the live inputs. Times are what
+each GEMM takes (the larger of arithmetic and traffic, in whole waves of tiles over the multiprocessors) and what the
+other passes over memory take; the constants were fitted to an H200.
+
+    tokens   3 GEMMs, or 4 where the upstream gradients come after the losses; an fp32 sum of dweight [V, D]
+             unless one chunk holds all tokens, to which each further chunk costs a read and a write
+    vocab    4 GEMMs, no sum: dweight is made slab by slab, each from all tokens at once
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .devices import DEVICES, Device, present_device  # noqa: F401
+from .geometry import (
+    STATISTICS_ROWS,
+    TILE_ROWS,
+    block_of,
+    class_tiles,
+    cublas_share,
+    largest_chunk,
+    padded,
+    slab_classes,
+    waves,
+)
+
+MIB = 2**20
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# Without a budget a loss may take this share of the device's memory beyond inputs and gradients.
+DEFAULT_SHARE = 1 / 16
+
+# An epilogue with exponentials takes as long as this many more columns of the hidden states would, on an H200.
+EPILOGUE_WIDTH = 150
+OVERLAP = 0.75  # of the traffic that sums dweight up is not hidden by the GEMM that causes it
+SECONDS_PER_LAUNCH = 3e-6
+SECONDS_PER_PART = 130e-6  # of Python for the launches of one chunk, slab or block, while the GPU has work
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is to be computed: the loss of N tokens over V classes from hidden states of width D, and its gradients.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32": what the GEMMs compute in.
+        weight_dtype, hidden_dtype: of the inputs and their gradients; None for `dtype`. Another one is cast, as by
+            autocast.
+        grads: which gradients are wanted, of (hidden, weight, bias).
+        per_token: upstream gradients differ from row to row, as for reduction "none".
+        lacking: an option of the loss that the epilogues of gemm.py lack ("label smoothing", "softcap"), or "".
+    """
+
+    n_tokens: int
+    vocab: int
+    width: int
+    dtype: str = "bf16"
+    weight_dtype: str | None = None
+    hidden_dtype: str | None = None
+    grads: tuple[bool, bool, bool] = (True, True, False)
+    per_token: bool = False
+    has_bias: bool = False
+    lacking: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule and its predictions; bytes are above the live inputs, `transient_bytes` without the gradients."""
+
+    schedule: str
+    chunk: int
+    peak_bytes: int
+    transient_bytes: int
+    flops: int
+    bytes_moved: int
+    predicted_ms: float
+    dlogits: str  # how they are made, and why so
+
+    def __str__(self) -> str:
+        return (
+            f"schedule={self.schedule} chunk={self.chunk}: transient {self.transient_bytes / MIB:,.0f} MiB, "
+            f"{self.predicted_ms:.2f} ms predicted; dlogits {self.dlogits}"
+        )
+
+
+def check_limits(chunk: int | str, budget_mib: float | None, schedule: str) -> None:
+    """Raises ValueError for what no plan can obey."""
+    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f'chunk must be an integer >= 1, or "auto", got {chunk!r}')
+    if budget_mib is not None and not 0 < budget_mib < math.inf:
+        raise ValueError(f"budget_mib must be > 0 and finite, or None, got {budget_mib}")
+    if schedule not in ("auto", "tokens", "vocab"):
+        raise ValueError(f'schedule must be "auto", "tokens" or "vocab", got {schedule!r}')
+
+
+@functools.lru_cache(maxsize=256)
+def plan(
+    head: Head, device: Device, *, budget_mib: float | None = None, chunk: int | None = None, schedule: str = "auto"
+) -> Plan:
+    """The plan of least predicted time whose transient fits.
+
+    Args:
+        head: what is to be computed.
+        device: where.
+        budget_mib: largest transient in MiB; None for DEFAULT_SHARE of the device's memory, or as near to it as may be.
+        chunk: rows of logits alive at once, which is obeyed; None to choose.
+        schedule: "tokens" or "vocab", which is obeyed; "auto" to choose.
+
+    Raises:
+        ValueError: nothing fits into the budget. The message names the smallest plan.
+    """
+    if schedule == "vocab" and not any(head.grads):
+        schedule = "tokens"  # they differ in the gradients only
+    schedules = ("tokens", "vocab") if schedule == "auto" and any(head.grads) else (schedule.replace("auto", "tokens"),)
+    chunks = list(_chunks(head)) if chunk is None else [min(chunk, largest_chunk(head.vocab))]
+    plans = [predict(head, device, schedule=s, chunk=c) for s in schedules for c in chunks]
+    limit = device.memory_bytes * DEFAULT_SHARE if budget_mib is None else budget_mib * MIB
+    fitting = [p for p in plans if p.transient_bytes <= limit]
+    smallest = min(plans, key=lambda p: p.transient_bytes)
+    if not fitting and budget_mib is not None:
+        raise ValueError(f"no plan fits into {budget_mib:,.0f} MiB; the smallest is {smallest}")
+    # A larger plan is worth it from one part in a thousand on.
+    fastest = min(p.predicted_ms for p in fitting or [smallest])
+    return min((p for p in fitting or [smallest] if p.predicted_ms <= 1.001 * fastest), key=lambda p: p.transient_bytes)
+
+
+def _chunks(head: Head) -> Iterator[int]:
+    """Sizes of even chunks, whole tiles of rows, from all tokens down to one tile."""
+    largest = max(min(head.n_tokens, largest_chunk(head.vocab)), 1)
+    seen = set()
+    for tiles in range(1, -(-largest // TILE_ROWS) + 1):
+        n_chunks = max(-(-head.n_tokens // min(tiles * TILE_ROWS, largest)), 1)
+        chunk = min(max(-(-head.n_tokens // (n_chunks * TILE_ROWS)), 1) * TILE_ROWS, largest)
+        if chunk not in seen:
+            seen.add(chunk)
+            yield chunk
+
+
+def fused_or_why_not(head: Head, device: Device) -> str:
+    """ "" if the logits' own GEMM makes dlogits, or the reason why a kernel of its own does."""
+    if device.capability is None or device.capability[0] not in (9, 10):
+        return f"{device.name} is not of compute capability 9 or 10"
+    if head.dtype != "bf16":
+        return f"{head.dtype} is not bf16"
+    if head.lacking:
+        return head.lacking
+    return "" if head.width % 8 == 0 else f"rows of {head.width} elements do not begin at multiples of 16 bytes"
+
+
+def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
+    """Bytes, operations and time of one schedule and chunk."""
+    chunk = min(chunk, max(head.n_tokens, 1))
+    why_not = fused_or_why_not(head, device)
+    multiprocessors = device.multiprocessors
+    forward, backward, returned = _bytes(head, schedule, chunk, multiprocessors, is_fused=not why_not)
+    gemms = list(_gemms(head, schedule, chunk, multiprocessors, is_fused=not why_not))
+    passes = _bytes_of_passes(head, schedule, chunk, is_fused=not why_not)
+    rate = device.fp32_flops_per_s if head.dtype == "fp32" else device.half_flops_per_s
+    parts = sum(gemm.count for gemm in gemms)  # each with about one small kernel beside it
+    seconds = passes / device.bytes_per_s + sum(gemm.seconds(device, rate) for gemm in gemms)
+    seconds = max(seconds + 2 * SECONDS_PER_LAUNCH * parts, SECONDS_PER_PART / 2 * parts)
+    peak = max(forward, backward)
+    return Plan(
+        schedule=schedule,
+        chunk=chunk,
+        peak_bytes=peak,
+        transient_bytes=peak - returned,
+        flops=sum(gemm.flops() for gemm in gemms),
+        bytes_moved=passes + sum(gemm.count * gemm.bytes for gemm in gemms),
+        predicted_ms=1000 * seconds,
+        dlogits=f"by a kernel over the logits, because of {why_not}"
+        if why_not
+        else "in the epilogue of the logits' GEMM",
+    )
+
+
+def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fused: bool) -> tuple[int, int, int]:
+    """Peaks of forward and backward above the live inputs, and the gradients returned."""
+    n, v, d = head.n_tokens, head.vocab, head.width
+    size = BYTES[head.dtype]
+    hidden_size, weight_size = (BYTES[dtype or head.dtype] for dtype in (head.hidden_dtype, head.weight_dtype))
+    wants_hidden, wants_weight, wants_bias = head.grads
+    numbers = n * d, v * d, v
+    sizes = hidden_size, weight_size, weight_size
+    returned = sum(count * s for count, s, wanted in zip(numbers, sizes, head.grads, strict=True) if wanted)
+    casts = (n * d * size if hidden_size != size else 0) + (v * d * size if weight_size != size else 0)
+    if head.has_bias and weight_size != size:
+        casts += v * size
+    is_half = head.dtype == "fp16"
+    one_sum = chunk >= n or schedule == "vocab"
+    sums = (
+        wants_hidden * n * d * (4 if is_half else hidden_size),
+        wants_weight * v * d * (weight_size if one_sum and not is_half else 4),
+        wants_bias * v * 4,
+    )
+    copies = sum(
+        count * s for count, s, buffer in zip(numbers, sizes, sums, strict=True) if buffer and buffer != count * s
+    )
+    vector = 4 * n
+    logits = chunk * padded(v) * size
+    partials = 4 * class_tiles(v) * chunk if is_fused else 0
+    results = _result_bytes(head, chunk, is_fused=is_fused)
+
+    if not any(head.grads):
+        return casts + results + 4 * vector, 0, 0
+    if schedule == "vocab":
+        slab = n * padded(slab_classes(chunk, n, v, d, multiprocessors)) * size
+        if not wants_hidden:
+            forward = casts + results + 4 * vector
+        elif is_fused:
+            rows, classes = block_of(chunk, n, v, d, multiprocessors)
+            rows = min(rows, n)
+            block = rows * (padded(classes) * size + 4 * d + 4 * class_tiles(v))
+            forward = casts + sums[0] + block + 6 * vector
+        else:
+            forward = casts + sums[0] + logits + 4 * vector
+        kept = sums[0] + 4 * vector
+        backward = kept + vector + (sums[1] + sums[2] + casts + slab + 3 * vector if wants_weight or wants_bias else 0)
+        return forward, max(backward, kept + sums[1] + sums[2] + copies), returned
+    if head.per_token:
+        backward = sum(sums) + casts + max(logits + 3 * vector, copies) + 5 * vector
+        return casts + results + 4 * vector, backward, returned
+    scaled = wants_weight * chunk * d * size if is_fused else 0
+    forward = sum(sums) + casts + logits + partials + scaled + (7 if is_fused else 4) * vector
+    return forward, sum(sums) + copies + 2 * vector, returned
+
+
+def _result_bytes(head: Head, chunk: int, *, is_fused: bool) -> int:
+    """Buffers of a pass that makes no gradients."""
+    if not is_fused:
+        return chunk * padded(head.vocab) * BYTES[head.dtype]
+    return 24 * class_tiles(head.vocab) * min(STATISTICS_ROWS * chunk, head.n_tokens) + 8 * head.n_tokens
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    """`count` products of [rows, inner] by [inner, columns]; `bytes` is the traffic of one."""
+
+    count: float
+    rows: int
+    columns: int
+    inner: int
+    bytes: int
+    epilogue_width: int = 0
+
+    def flops(self) -> int:
+        return round(2 * self.count * self.rows * self.columns * self.inner)
+
+    def seconds(self, device: Device, flops_per_s: float) -> float:
+        share = cublas_share(self.rows, self.columns, device.multiprocessors)
+        if self.epilogue_width:
+            tiles = -(-self.rows // TILE_ROWS) * class_tiles(self.columns)
+            share = tiles / device.multiprocessors / waves(tiles, device.multiprocessors)
+        arithmetic = self.flops() * (1 + self.epilogue_width / self.inner) / (flops_per_s * share)
+        return max(arithmetic, self.count * self.bytes / device.bytes_per_s)
+
+
+def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fused: bool) -> Iterator[_Gemm]:
+    n, v, d, size = head.n_tokens, head.vocab, head.width, BYTES[head.dtype]
+    wants_hidden, wants_weight, _ = head.grads
+    chunks = n / chunk
+    epilogue = EPILOGUE_WIDTH if is_fused else 0
+    rows, classes = chunk, v
+    if schedule == "vocab" and wants_hidden and is_fused:
+        rows, classes = block_of(chunk, n, v, d, multiprocessors)
+        rows = min(rows, n)
+    operands, parts = (rows * d + classes * d) * size, n / rows * v / classes
+    yield _Gemm(parts, rows, classes, d, operands + rows * classes * size, epilogue)
+    if wants_hidden:
+        sums = 8 * rows * d if classes < v else 0
+        yield _Gemm(parts, rows, d, classes, operands + rows * classes * size + sums)
+    if schedule == "vocab" and any(head.grads[1:]):
+        slab = slab_classes(chunk, n, v, d, multiprocessors)
+        operands = (n * d + slab * d + n * slab) * size
+        yield _Gemm(v / slab, n, slab, d, operands, epilogue)
+        if wants_weight:
+            yield _Gemm(v / slab, slab, d, n, operands)
+    if schedule == "tokens" and any(head.grads):
+        if head.per_token:
+            yield _Gemm(chunks, chunk, v, d, (chunk * d + v * d + chunk * v) * size, epilogue)
+        if wants_weight:
+            yield _Gemm(chunks, v, d, chunk, (chunk * v + chunk * d) * size)
+
+
+def _bytes_of_passes(head: Head, schedule: str, chunk: int, *, is_fused: bool) -> int:
+    """Traffic of what is not a GEMM's own: row kernels, the sum of dweight, casts and scaling."""
+    n, v, d, size = head.n_tokens, head.vocab, head.width, BYTES[head.dtype]
+    weight_size = BYTES[head.weight_dtype or head.dtype]
+    total = 0 if is_fused else n * v * size * (3 if any(head.grads) else 1)
+    if not is_fused and any(head.grads) and (schedule == "vocab" or head.per_token):
+        total += n * v * size * (2 if schedule == "vocab" else 1)
+    if weight_size != size:
+        total += v * d * (weight_size + size)
+    if head.grads[1] and schedule == "tokens":
+        total += round(OVERLAP * 8 * v * d * (n / chunk - 1))
+        if chunk < n and weight_size == 2:
+            total += 6 * v * d
+    return total
