@@ -69,6 +69,7 @@ def last_lines(record: dict, run_dir: Path) -> str:
     peaks = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if "peak" in k and "reserved" not in k)
     return (
         f"\nloss        train {record['train_loss']:.4f}, validation {record['val_loss']:.4f} nats a token\n"
+        f"accuracy    validation {record['val_accuracy']:.1%}\n"
         f"memory      {peaks}\n"
         f"speed       {record['tokens_per_s'] or float('nan'):,.0f} tokens/s\n"
         f"sample      {record['sample']!r}\n"

@@ -75,6 +75,11 @@ def nothing_is_built(monkeypatch):
 
 REFUSED = [
     ("chunk=0", "chunk=0"),
+    ("chunk=automatic", "chunk=automatic"),
+    ("budget_mib=0", "budget_mib=0"),
+    ("budget_mib=true", "budget_mib=True"),
+    ("budget_mib=nan", "budget_mib=nan"),
+    ("budget_mib=1e-3", "budget_mib=0.001 with chunk=1024"),
     ("data.validation=0", "data.validation=0"),
     ("data.validation=1.5", "data.validation=1.5"),
     ("data.validation=a_split", "data.validation=a_split"),
@@ -129,6 +134,24 @@ REFUSED = [
 def test_a_wrong_value_is_refused_by_name_before_a_model_is_built(override, named, tmp_path):
     with pytest.raises(ValueError, match=re.escape(named)):
         run.prepare(tiny(tmp_path, override))
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("budget_mib", [1.0, 3.0, 4.0])
+def test_a_budget_must_suffice_for_training_and_for_validation(budget_mib, tmp_path):
+    """384 tokens, 6400 classes: training by slabs of 1792 classes holds 2.7 MiB, validation by 128 tokens 3.1 MiB."""
+    shape = ("seq_len=192", "model.padded_vocab_size=6400", "tokenizer.vocab_size=300")
+    config = tiny(tmp_path, "chunk=auto", f"budget_mib={budget_mib}", *shape)
+    if budget_mib == 4.0:
+        assert run.prepare(config).plan.transient_bytes <= 4.0 * 2**20
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"budget_mib={budget_mib} with chunk=auto")):
+            run.prepare(config)
+
+
+def test_no_backend_but_fused_minds_a_budget(tmp_path):
+    for name in set(BACKENDS) - {"fused"}:
+        run.prepare(tiny(tmp_path, f"loss={name}", "budget_mib=1e-3"))
 
 
 @pytest.mark.usefixtures("nothing_is_built")

@@ -30,9 +30,9 @@ UNEQUAL = np.array([1, 2, 2, 2, 2, 10])
 
 
 def label_losses(hidden, weight, labels, *, bias=None) -> LossSums:
-    """A token's loss is its label times weight[0, 0], which starts at 1 and gets the whole gradient."""
+    """A token's loss is its label times weight[0, 0], which starts at 1 and gets the whole gradient; 2 is right."""
     total = torch.where(labels == IGNORED, 0, labels).sum().float()
-    return LossSums(total * weight[0, 0], total)
+    return LossSums(total * weight[0, 0], total, (labels == 2).sum().float())
 
 
 def unit_losses(hidden, weight, labels, *, bias=None) -> LossSums:
@@ -177,6 +177,7 @@ def test_validation_weighs_by_tokens_whatever_the_batches_and_the_padding(seq_le
     points = validate(watched(), UNEQUAL, seq_len, batch_size)
     assert points.values("val/loss") == pytest.approx([3.6])
     assert points.values("val/perplexity") == pytest.approx([math.exp(3.6)])
+    assert points.values("val/accuracy") == pytest.approx([4 / 5])  # the mean of the rows' accuracies is 1/2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -187,8 +188,23 @@ def test_validation_loss_of_a_real_model_does_not_depend_on_the_batch_size(backe
     assert values == pytest.approx([values[0]] * 3, rel=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_validation_accuracy_is_the_share_of_all_labels_that_the_model_ranks_first(backend, batch_size):
+    stream = np.random.default_rng(0).integers(0, 3, 78)
+    module = watched(hydra.utils.instantiate(compose(f"loss={backend}", "chunk=7").loss))
+    with torch.no_grad():
+        module.gpt.head.weight[3:] = 0.0  # so that one of the three is mostly ranked first
+    blocks = Blocks(stream, 4, 64, IGNORED)
+    rows = [blocks.row(index) for index in range(len(blocks))]
+    tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+    n_right = (module.gpt.head.logits(module.gpt(tokens)).argmax(-1) == labels).sum().item()
+    assert 10 < n_right < 67
+    assert validate(module, stream, 4, batch_size).values("val/accuracy") == pytest.approx([n_right / 77])
+
+
 def test_a_loss_beyond_the_range_of_exp_has_an_infinite_perplexity():
-    points = validate(watched(lambda *args, **_: LossSums(torch.tensor(0.0), torch.tensor(1e6))), UNEQUAL, 4, 1)
+    points = validate(watched(lambda *args, **_: LossSums(torch.tensor(0.0), torch.tensor(1e6), 0)), UNEQUAL, 4, 1)
     assert points.values("val/perplexity") == [math.inf]
 
 

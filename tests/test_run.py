@@ -5,20 +5,26 @@ import math
 import re
 import signal
 import sys
+from dataclasses import asdict
 
 import hydra
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tiny import BACKENDS, ROOT, compose, read_curve, read_record, tiny, train
 from torch import Tensor
 
+from kernels import plan
+from logitless import run
 from logitless.generation import load_checkpoint
+from logitless.loggers import Loggers
+from logitless.model import GPT, GPTConfig
 from logitless.module import LanguageModel
 
 N_TOKENS = 16  # batch_size 2 of seq_len 8
 CHUNKS = (7, N_TOKENS, 1024)  # a short last chunk, exactly one, more rows than there are
 CURVES = {"train/loss", "val/loss", "val/perplexity", "lr", "grad_norm", "tokens_per_s", "memory/peak_live_tensor_gib"}
-CURVES |= {"step", "tokens"}
+CURVES |= {"step", "tokens", "val/accuracy"}
 
 
 def backends(chunks=CHUNKS, *overrides: str) -> dict[str, callable]:
@@ -200,7 +206,7 @@ def test_a_run_that_died_and_was_resumed_ends_with_the_same_weights(tmp_path, fa
     assert (first["status"], first["steps"]) == ("error", 4)
     assert (second["steps"], second["tokens"]) == (6, whole["tokens"])
     assert second["resume"] == str(tmp_path / "first")
-    for name in ("train_loss", "val_loss", "best_train_loss", "best_val_loss"):
+    for name in ("train_loss", "val_loss", "best_train_loss", "best_val_loss", "val_accuracy"):
         assert second[name] == whole[name], name
     curves = [read_curve(tmp_path / name, "tokens") for name in ("whole", "second")]
     assert curves[1] == {step: tokens for step, tokens in curves[0].items() if step > 3}
@@ -237,7 +243,8 @@ def test_a_run_leaves_one_line_of_facts_and_its_curves(name, tmp_path):
     assert record["device"].startswith("cpu")
     assert record["tokens_per_s"] > 0
     assert "|" in record["sample"]
-    assert record["val_loss"] == read_curve(tmp_path / "run", "val/loss")[5]
+    for fact in ("loss", "accuracy"):
+        assert record[f"val_{fact}"] == read_curve(tmp_path / "run", f"val/{fact}")[5]
     peaks = {key: value for key, value in record.items() if "peak" in key}
     assert set(peaks) == {"peak_live_tensor_gib", "cold_peak_live_tensor_gib", "validation_peak_live_tensor_gib"}
     assert all(0 < value < 0.1 for value in peaks.values())
@@ -376,6 +383,65 @@ def test_the_backends_agree_in_every_precision_in_training_and_validation(precis
         for loss in ("train_loss", "val_loss"):
             difference = abs(records[name][loss] / records["naive"][loss] - 1)
             assert difference < (1e-5 if precision == "32-true" else 1e-3), (name, loss)
+
+
+HEADS = {
+    "budget": ("chunk=auto", "budget_mib=1"),
+    "chunk": ("chunk=7", "budget_mib=1", "model.head_bias=true", "model.tied=false"),
+    "smoothing": ("chunk=auto", "budget_mib=0.1", "label_smoothing=0.1"),
+    "softcap": ("chunk=auto", "budget_mib=0.05", "softcap=5.0"),
+}
+
+
+@pytest.fixture
+def plans_made(monkeypatch):
+    """What `plan.plan` is asked, as a set that a test may clear."""
+    make, asked = plan.plan, set()
+
+    def watched(head, device, **limits):
+        asked.add((head, device, *sorted(limits.items())))
+        return make(head, device, **limits)
+
+    monkeypatch.setattr(plan, "plan", watched)
+    return asked
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("overrides", HEADS.values(), ids=HEADS)
+def test_the_plan_of_a_run_is_that_of_the_calls_it_makes_and_is_printed_and_recorded(
+    overrides, precision, tmp_path, plans_made, capsys, monkeypatch
+):
+    job = run.prepare(tiny(tmp_path, *overrides, f"precision={precision}"))
+    foreseen = set(plans_made)
+    plans_made.clear()
+    logged = []
+    monkeypatch.setattr(Loggers, "finish", lambda self, summary: logged.append(summary["plan"]))
+    run.train(job, tmp_path / "run")
+    assert plans_made == foreseen
+    assert f"fused: {job.plan}\n" in capsys.readouterr().out
+    assert logged == [asdict(job.plan)] == [read_record(tmp_path / "run")["plan"]]
+
+
+def test_mixed_fp16_computes_in_fp16_from_hidden_states_and_weights_in_fp32(tmp_path, plans_made):
+    """On a CPU, where Lightning has no such precision, inside autocast alone."""
+    config = OmegaConf.to_container(tiny(tmp_path, "chunk=auto", "budget_mib=1"), resolve=True)
+    config["model"]["padded_vocab_size"] = 320
+    loss = hydra.utils.instantiate(config["loss"])
+    run.loss_plan(config, loss, torch.device("cpu"), "16-mixed")
+    foreseen = set(plans_made)
+    plans_made.clear()
+    gpt, tokens = GPT(GPTConfig(**config["model"])), torch.zeros(2, 8, dtype=torch.int64)
+    for is_training in (True, False):
+        with torch.autocast("cpu", torch.float16), torch.set_grad_enabled(is_training):
+            gpt.head(gpt(tokens), tokens, loss)
+    assert plans_made == foreseen
+
+
+@pytest.mark.parametrize("name", set(BACKENDS) - {"fused"})
+def test_a_backend_without_a_plan_says_what_it_does_not_use(name, tmp_path, capsys):
+    record = train(tiny(tmp_path, f"loss={name}", "budget_mib=1e-3", "max_steps=1"), tmp_path / "run")
+    assert f"{name}: all 16 x 320 logits at once; it uses neither chunk nor budget_mib\n" in capsys.readouterr().out
+    assert record["plan"] is None
 
 
 def test_a_run_killed_in_its_last_validation_validates_when_resumed(tmp_path, monkeypatch):

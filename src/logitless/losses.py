@@ -1,12 +1,14 @@
 """The loss backends: plain functions with one signature, chosen by `loss=` and one file in conf/loss/ each.
 
-A backend maps hidden [N, D], weight [V, D] and labels [N] to sums in nats over the kept tokens. Sums, not means: the
-training step divides by the number of kept tokens of the whole accumulation window over all ranks, so that every
-mean is weighted by tokens. The options of the objective mean the same in every backend.
+A backend maps hidden [N, D], weight [V, D] and labels [N] to sums over the kept tokens: losses in nats, and under
+no_grad the number of right guesses. Sums, not means: the training step divides by the number of kept tokens of the
+whole accumulation window over all ranks, so that every mean is weighted by tokens. The options of the objective mean
+the same in every backend.
 """
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -44,7 +46,12 @@ def fused(
     *,
     bias: Tensor | None = None,
     objective: Objective = PLAIN,
-    chunk: int,
+    chunk: int | str,
+    budget_mib: float | None = None,
 ) -> LossSums:
-    """`chunk` rows of logits at a time; the whole tensor never exists."""
-    return linear_cross_entropy.linear_cross_entropy_sums(hidden, weight, labels, objective, bias=bias, chunk=chunk)
+    """`chunk` rows of logits at a time, or what "auto" finds within the budget; the whole tensor never exists."""
+    options = {"bias": bias, "chunk": chunk, "budget_mib": budget_mib}
+    if torch.is_grad_enabled():
+        return linear_cross_entropy.linear_cross_entropy_sums(hidden, weight, labels, objective, **options)
+    evaluation = linear_cross_entropy.linear_evaluation(hidden, weight, labels, objective, **options)
+    return LossSums(evaluation.loss, evaluation.cross_entropy, evaluation.correct)

@@ -36,7 +36,7 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen = 0
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
         self.validated_step: int | None = None
-        self.losses: dict[str, float] = {}  # last and smallest train_loss and val_loss
+        self.losses: dict[str, float] = {}  # last and smallest train_loss and val_loss, last val_accuracy
         self._point: dict[str, float] = {}
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
@@ -79,17 +79,21 @@ class LanguageModel(pl.LightningModule):
         self._write_point()  # the callbacks' hooks have run: their values are in the point
 
     def on_validation_epoch_start(self) -> None:
-        self._val_sum, self._val_tokens = 0.0, 0
+        self._val_sum, self._val_correct, self._val_tokens = 0.0, 0.0, 0
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)
         self._val_sum = self._val_sum + sums.cross_entropy
+        self._val_correct = self._val_correct + sums.correct
         self._val_tokens += batch.window_tokens
 
     def on_validation_epoch_end(self) -> None:
-        mean = self._val_sum / max(self._val_tokens, 1)
+        n_tokens = max(self._val_tokens, 1)
+        mean = self._val_sum / n_tokens
         self.validated_step = self.global_step
         self._add_loss("val", mean)
+        self.add_to_point("val/accuracy", self._val_correct / n_tokens)
+        self.losses["val_accuracy"] = self._point["val/accuracy"]
         perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
         self.add_to_point("val/perplexity", perplexity)
         self._write_point()

@@ -4,6 +4,7 @@ import logging
 import math
 import traceback
 import warnings
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +15,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
-from logitless import memory
+from kernels import devices, plan
+from logitless import losses, memory
 from logitless.callbacks import PeakMemory, ProgressBar, Throughput
 from logitless.config import check_train_config
 from logitless.data import Corpus, TextData, load_corpus
+from logitless.footprint import DTYPES
 from logitless.generation import complete
 from logitless.loggers import Loggers
 from logitless.model import GPTConfig, padded_vocab_size
@@ -28,13 +31,17 @@ LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
 class Job(NamedTuple):
-    """A run that may start: its configuration as plain containers, its text and loss, where and how it computes."""
+    """A run that may start: its configuration as plain containers, its text and loss, where and how it computes.
+
+    `plan` is that of the loss of a micro-batch in training, None for a backend that makes none.
+    """
 
     config: dict
     corpus: Corpus
     loss: partial
     device: torch.device
     precision: str
+    plan: plan.Plan | None
 
 
 def prepare(config: DictConfig) -> Job:
@@ -56,7 +63,42 @@ def prepare(config: DictConfig) -> Job:
     vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
     plain["model"]["padded_vocab_size"] = vocab
     GPTConfig(**plain["model"])  # refuses a shape that cannot be built
-    return Job(plain, corpus, hydra.utils.instantiate(config.loss), device, precision)
+    loss = hydra.utils.instantiate(config.loss)
+    return Job(plain, corpus, loss, device, precision, loss_plan(plain, loss, device, precision))
+
+
+def loss_plan(config: dict, loss: partial, device: torch.device, precision: str) -> plan.Plan | None:
+    """The plan by which `fused` computes the loss and the gradients of a micro-batch; None for another backend.
+
+    Raises:
+        ValueError: nothing fits into budget_mib, in training or in validation.
+    """
+    if loss.func is not losses.fused:
+        return None
+    objective, chunk, budget_mib = (loss.keywords[name] for name in ("objective", "chunk", "budget_mib"))
+    dtype, weight_dtype = DTYPES[precision]
+    has_bias = config["model"]["head_bias"]
+    head = plan.Head(
+        n_tokens=config["batch_size"] * config["seq_len"],
+        vocab=config["model"]["padded_vocab_size"],
+        width=config["model"]["width"],
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        # That of the final norm: under autocast the embedding is fp32, so is bf16 added to it, and so its RMSNorm.
+        hidden_dtype=weight_dtype,
+        grads=(True, True, has_bias),
+        has_bias=has_bias,
+        lacking="label smoothing" if objective.label_smoothing else "softcap" if objective.softcap else "",
+    )
+    validation = replace(head, grads=(False, False, False))
+    limits = {"budget_mib": budget_mib, "chunk": None if chunk == "auto" else chunk}
+    present = devices.present_device(str(device))
+    try:
+        chosen = plan.plan(head, present, **limits, schedule="auto" if chunk == "auto" else "tokens")
+        plan.plan(validation, present, **limits, schedule="tokens")
+    except ValueError as error:
+        raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
+    return chosen
 
 
 def train(job: Job, run_dir: Path) -> dict:
@@ -71,6 +113,7 @@ def train(job: Job, run_dir: Path) -> dict:
     _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
     record = new_record(config, job.device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
+    record |= {"plan": None if job.plan is None else asdict(job.plan)}
     record |= {"precision": job.precision, **{name: config[name] for name in ("seq_len", "batch_size", "resume")}}
     loggers = Loggers(config["logger"], run_dir, run_name(record), record["backend"], config)
     record["curves"] = str(loggers.curves)
@@ -111,14 +154,14 @@ def run_name(record: dict) -> str:
 
 def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
-    config, corpus, loss, device, precision = job
+    config, corpus, loss, device, precision, _ = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
-    print(first_lines(config, record, run_dir))
+    print(first_lines(job, record, run_dir))
 
     meter = memory.meter(module, device)
     peaks, throughput = PeakMemory(meter), Throughput()
@@ -174,14 +217,11 @@ def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
     return f"{prompt}|{text.removeprefix(prompt)}"
 
 
-def first_lines(config: dict, record: dict, run_dir: Path) -> str:
-    """The run's plan in a few lines."""
+def first_lines(job: Job, record: dict, run_dir: Path) -> str:
+    """What the run will do, in a few lines."""
+    config = job.config
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
-    if record["chunk"]:
-        chunks = math.ceil(tokens / record["chunk"])
-        logits = f"{chunks} chunk{'s' * (chunks > 1)} of {min(tokens, record['chunk'])} x {vocab} logits, one at a time"
-    else:
-        logits = f"all {tokens} x {vocab} logits at once; chunk={config['chunk']} is not used"
+    logits = job.plan or f"all {tokens} x {vocab} logits at once; it uses neither chunk nor budget_mib"
     return (
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
         f"[V={vocab}, D={config['model']['width']}]\n"
