@@ -62,7 +62,9 @@ def test_train_works_from_another_folder_and_generate_continues_what_it_made(tmp
     result = script(tmp_path, "train", *overrides(tmp_path))
     assert result.returncode == 0, result.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert read_record(run_dir)["status"] == "ok"
+    record = read_record(run_dir)
+    assert record["status"] == "ok"
+    assert f"accuracy    validation {record['val_accuracy']:.1%}\n" in result.stdout
     checkpoint = run_dir.relative_to(tmp_path) / "checkpoints" / "last.ckpt"
     for path in (checkpoint, run_dir.relative_to(tmp_path) / "record.jsonl", run_dir.relative_to(tmp_path) / "curves"):
         assert (tmp_path / path).exists()
@@ -99,7 +101,7 @@ def test_help_shows_the_common_commands_and_the_configuration(tmp_path):
         assert shown in result.stdout
 
 
-@pytest.mark.parametrize("override", ["chunk=0", "resume=nowhere"])
+@pytest.mark.parametrize("override", ["chunk=0", "resume=nowhere", "budget_mib=0.001"])
 def test_a_refused_value_is_one_line_and_a_failure(override, tmp_path):
     result = script(tmp_path, "train", *overrides(tmp_path, override))
     assert result.returncode == 1
@@ -276,3 +278,32 @@ def test_report_refuses_an_output_that_is_a_file_in_one_line(tmp_path):
     result = script(tmp_path, "report", "runs", "--out", "runs/record.jsonl")
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("report.py: error: --out: ")
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "rtx 4090"])
+def test_plan_says_what_does_not_fit_and_the_longest_length_that_does(tmp_path, device):
+    options = ("--model", "small", "--device", device, "--batch-size", "1", "--seq-len", "1024,1048576")
+    result = script(tmp_path, "plan", *options)
+    assert result.returncode == 0, result.stderr
+    facts, columns, short, long, *backends = result.stdout.splitlines()
+    assert device.lower() in facts.lower()
+    assert columns.split()[:4] == ["seq_len", "naive", "inplace", "fused"]
+    assert ("does not fit" in short, long.count("does not fit")) == (False, 3)
+    assert "tokens, chunk 1024, " in short
+    for name, line in zip(("naive", "inplace", "fused"), backends, strict=True):
+        assert line.startswith(f"{name:8} first of these that does not fit: 1048576; longest that fits: ")
+        assert 1024 < int(line.split()[-1]) < 1048576
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "H900", "--seq-len", "8"), "device 'H900' is none of NVIDIA H200, "),
+        (("--device", "cpu", "--seq-len", "8,0"), "seq_len=0 must be an integer >= 1"),
+        (("--device", "cpu", "--seq-len", "8", "--model", "huge"), "Could not find 'model/huge'"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_predict(tmp_path, options, message):
+    result = script(tmp_path, "plan", *options)
+    assert result.returncode == 2
+    assert f"plan.py: error: {message}" in result.stderr.replace("In 'train': ", "")

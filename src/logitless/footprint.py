@@ -1,0 +1,276 @@
+"""Peak memory of a training step in closed form, before anything is built. Pure Python.
+
+P parameters, S the two states of AdamW, G gradients, A what autograd keeps of the blocks (`_block_bytes`). The peak is
+that of one of these phases, and which one depends on the shape:
+
+    forward               P + S + G of the step before + A + the head's forward    (G goes between forward and backward)
+    head backward         P + S + A + the head's backward
+    last block backward   P + S + A + G of the head + the MLP's backward
+    first block backward  P + S + A of one block + G of the head and the other blocks + the MLP's backward
+    embedding backward    P + S + G + the embedding's own gradient, which a tied head's is added to in a third tensor
+    optimizer             P + S + G + what AdamW needs
+
+The head, c bytes to a number of the logits (2 in bf16-mixed, 4 in 32-true):
+
+    naive    8NV in forward (fp32 logits, log-softmax), 12NV in backward (log-softmax, its gradient, that of the logits)
+    inplace  cNV in both, and in backward the gradients of the GEMM's operands, cVD + cND
+    fused    what `kernels.plan` says
+
+Counted are tensors and cuBLAS's workspaces, for one micro-batch a step from the second step on, without dropout,
+options of the loss or torch.compile. Attention is flash or cuDNN's, memory-efficient for fp32 on a GPU, and that of the
+CPU. tests/test_footprint.py compares with bf16-mixed on an H200, and with all but 16-mixed on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kernels import plan
+from kernels.devices import DEVICES, Device
+from kernels.plan import Plan
+
+if TYPE_CHECKING:
+    from logitless.model import GPTConfig  # which imports torch
+
+BACKENDS = ("naive", "inplace", "fused")
+DTYPES = {  # to compute in, and of the weights, which is also that of the stream between the blocks
+    "32-true": ("fp32", "fp32"),
+    "bf16-mixed": ("bf16", "fp32"),
+    "16-mixed": ("fp16", "fp32"),
+    "bf16-true": ("bf16", "bf16"),
+}
+
+# The allocator's segments took up to 1.04 times the allocated peak (docs/results/small_h200), a context about 0.5 GiB.
+USABLE_SHARE = 0.95
+# PyTorch's workspaces for cuBLAS: two, for the threads of forward and backward. 32 MiB each from Hopper on.
+WORKSPACES_BYTES, OLDER_WORKSPACES_BYTES = 2 * 32 * 2**20, 2 * 8320 * 2**10
+BLOCK_ROWS = 64  # of kernels.reference
+LENGTH_STEP = 128
+LONGEST = 2**30
+
+
+def find_device(name: str) -> Device:
+    """The device of kernels.devices that is called `name`, or the only one whose name has it as a part; in any case.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    wanted = name.lower()
+    found = [device for device in DEVICES.values() if wanted in device.name.lower()]
+    found = [device for device in found if wanted == device.name.lower()] or found
+    if len(found) != 1:
+        names = found or DEVICES.values()
+        problem = "may be any of" if found else "is none of"
+        raise ValueError(f"device {name!r} {problem} {', '.join(device.name for device in names)}")
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of `model` on `batch_size` sequences of `seq_len` tokens.
+
+    Args:
+        model: dropout must be 0.
+        precision: a key of DTYPES.
+        chunk: rows of logits alive at once in `fused`; None to let kernels.plan choose.
+        budget_mib: the largest transient of `fused`, or None, as in kernels.plan.
+    """
+
+    model: GPTConfig
+    device: Device
+    seq_len: int
+    batch_size: int
+    precision: str
+    chunk: int | None = None
+    budget_mib: float | None = None
+
+    def __post_init__(self):
+        if self.model.dropout:
+            raise ValueError(f"model.dropout={self.model.dropout}: its masks are not counted here, it must be 0")
+        if self.precision not in DTYPES:
+            raise ValueError(f"precision={self.precision} must be one of {', '.join(DTYPES)}")
+        if min(self.seq_len, self.batch_size) < 1:
+            raise ValueError(f"seq_len={self.seq_len} and batch_size={self.batch_size} must be >= 1")
+
+    @property
+    def n_tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.name == "cpu"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a number to compute in, and of a number of weights and stream."""
+        compute, weight = DTYPES[self.precision]
+        return plan.BYTES[compute], plan.BYTES[weight]
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast copies the weights."""
+        return self.sizes[0] != self.sizes[1]
+
+
+def n_parameters(model: GPTConfig) -> int:
+    """Parameters, a tied weight counted once."""
+    embedding = model.padded_vocab_size * model.width
+    head = model.padded_vocab_size * model.head_bias + (0 if model.tied else embedding)
+    return embedding + head + model.n_layers * (_matrices(model) + 2 * model.width) + model.width
+
+
+def peak_bytes(step: Step, backend: str) -> int:
+    """The largest of `phases`."""
+    return max(phases(step, backend).values())
+
+
+def phases(step: Step, backend: str) -> dict[str, int]:
+    """Bytes at the worst moment of each phase; of `fused` by token chunks "head backward" is a bound below "forward".
+
+    Raises:
+        ValueError: a backend that does not exist, or a budget into which no plan of `fused` fits.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} must be one of {', '.join(BACKENDS)}")
+    model, (_, size) = step.model, step.sizes
+    gradients = size * n_parameters(model)
+    embedding = size * model.padded_vocab_size * model.width
+    head = embedding + size * model.padded_vocab_size * model.head_bias
+    others = gradients - head - (0 if model.tied else embedding)
+    always = 3 * gradients + 16 * step.n_tokens + _workspaces(step.device)  # P and S; tokens and labels
+    rotary = 4 * step.seq_len * model.width // model.n_heads
+    block, mlp_backward, norm = _block_bytes(step), _mlp_backward_bytes(step), _norm_bytes(step)
+    blocks = model.n_layers * block + rotary
+    forward, backward = _head_bytes(step, backend)
+    stream = size * step.n_tokens * model.width
+    # Behind a loss scaler AdamW is not fused: a root and a denominator, one weight after another.
+    denominators = 2 * embedding if step.precision == "16-mixed" else 0
+    return {
+        "forward": always + gradients + blocks + norm + forward,
+        "head backward": always + blocks + norm + backward,
+        "last block backward": always + blocks + head + mlp_backward,
+        "first block backward": always + block + rotary + head + others - size * _matrices(model) + mlp_backward,
+        "embedding backward": always + others + head + embedding + max(stream, embedding if model.tied else 0),
+        "optimizer": always + gradients + denominators,
+    }
+
+
+def fits(step: Step, backend: str) -> bool:
+    """Whether the peak stays within the usable part of the device's memory, and a plan of `fused` within the budget."""
+    try:
+        return peak_bytes(step, backend) <= USABLE_SHARE * step.device.memory_bytes
+    except ValueError:
+        if backend != "fused":
+            raise
+        return False
+
+
+def longest(step: Step, backend: str) -> int:
+    """The largest multiple of LENGTH_STEP whose step fits, 0 if none does; `step.seq_len` has no effect.
+
+    Where kernels.plan chooses, a longer sequence may get a plan that needs less; then this is a length that fits, and
+    the next one does not.
+    """
+    low, high = 0, 1
+    while high * LENGTH_STEP < LONGEST and fits(replace(step, seq_len=high * LENGTH_STEP), backend):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_enough = fits(replace(step, seq_len=middle * LENGTH_STEP), backend)
+        low, high = (middle, high) if is_enough else (low, middle)
+    return low * LENGTH_STEP
+
+
+def head_plan(step: Step) -> Plan:
+    """What `fused` does at the end of the model. Raises ValueError if nothing fits into the budget."""
+    schedule = "auto" if step.chunk is None else "tokens"
+    options = {"budget_mib": step.budget_mib, "chunk": step.chunk, "schedule": schedule}
+    return plan.plan(_head(step), step.device, **options)
+
+
+def _head(step: Step) -> plan.Head:
+    compute, weight = DTYPES[step.precision]
+    dtypes = {"dtype": compute, "weight_dtype": weight, "hidden_dtype": weight}
+    shape, bias = (step.n_tokens, step.model.padded_vocab_size, step.model.width), step.model.head_bias
+    return plan.Head(*shape, **dtypes, grads=(True, True, bias), has_bias=bias)
+
+
+def _head_bytes(step: Step, backend: str) -> tuple[int, int]:
+    """Of the head, from its hidden states on, the most that is alive at once in forward and in backward."""
+    n, v, d = step.n_tokens, step.model.padded_vocab_size, step.model.width
+    size, weight_size = step.sizes
+    hidden = weight_size * n * d
+    if backend == "fused":
+        chosen = head_plan(step)
+        forward, on_cpu = chosen.peak_bytes, _cpu_bytes(step, chosen.chunk)
+        if chosen.schedule == "vocab":  # forward makes dhidden only
+            only_hidden = replace(_head(step), grads=(True, False, False))
+            forward = plan.predict(only_hidden, step.device, schedule="tokens", chunk=chosen.chunk).peak_bytes
+        return hidden + forward + on_cpu, chosen.peak_bytes + on_cpu
+    kept = size * n * d + (size * v * d if step.casts else 0)
+    forward = kept + (hidden if step.casts else 0)
+    backward = kept + size * (n * v + v * d + n * d)
+    if backend == "naive":
+        return forward + 8 * n * v, max(kept + 12 * n * v, backward)
+    rows = _reference_bytes(step, n)
+    return forward + size * n * v + rows, max(backward, kept + size * n * v + rows)
+
+
+def _cpu_bytes(step: Step, chunk: int) -> int:
+    """What `fused` holds on a CPU beside its plan: rows in fp32, or fp32 copies of a GEMM's operands."""
+    chunk, v, d = min(chunk, step.n_tokens), step.model.padded_vocab_size, step.model.width
+    rows = _reference_bytes(step, chunk)
+    if not step.is_cpu or step.sizes[0] == 4 or (step.sizes[1] == 2 and chunk == step.n_tokens):
+        return rows
+    return max(rows, 4 * chunk * v + 4 * d * (v if step.casts else chunk))
+
+
+def _reference_bytes(step: Step, n_rows: int) -> int:
+    """What kernels.reference holds of a block of rows on a CPU: the logits and their exponentials in fp32."""
+    return 8 * min(BLOCK_ROWS, n_rows) * step.model.padded_vocab_size if step.is_cpu else 0
+
+
+def _inner(model: GPTConfig) -> int:
+    """Width inside the MLP."""
+    return -(-8 * model.width // 192) * 64 if model.mlp == "swiglu" else 4 * model.width
+
+
+def _matrices(model: GPTConfig) -> int:
+    """Numbers in the matrices of a block."""
+    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * _inner(model)
+
+
+def _norm_bytes(step: Step) -> int:
+    """What a norm keeps: its input, and a number a row; on a CPU, in fp32, also what it multiplies with its weight."""
+    return step.n_tokens * (step.model.width * (8 if step.is_cpu else step.sizes[1]) + 4)
+
+
+def _block_bytes(step: Step) -> int:
+    """What autograd keeps of a block, besides its parameters.
+
+    Two norms. Of attention: input, qkv (for its last third, the values), rotated queries and keys, result, log-sums,
+    and a copy of the result with the heads side by side (memory-efficient attention has it so). Of the MLP: input, what
+    `up` gives and what `out` takes, and between them the activated gate, if there is one. The weights as autocast
+    copied them.
+    """
+    model, (size, _) = step.model, step.sizes
+    is_copied = step.is_cpu or size < 4
+    attention = size * (7 + is_copied) * model.width + 4 * model.n_heads
+    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * _inner(model))
+    casts = size * _matrices(model) if step.casts else 0
+    return 2 * _norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
+
+
+def _mlp_backward_bytes(step: Step) -> int:
+    """What the MLP's backward makes less what it frees: gradients of the stream, inside, and of `out.weight`."""
+    model, (size, weight_size) = step.model, step.sizes
+    twice = weight_size + (size if step.casts else 0)  # once more in autocast's dtype
+    inner = (2 if model.mlp == "swiglu" else 1) * size * _inner(model)
+    return step.n_tokens * (inner + twice * model.width) + twice * model.width * _inner(model)
+
+
+def _workspaces(device: Device) -> int:
+    if device.capability is None:
+        return 0
+    return WORKSPACES_BYTES if device.capability[0] in (9, 10) else OLDER_WORKSPACES_BYTES

@@ -1,0 +1,180 @@
+"""Peaks are as measured: on an H200 in docs/results, on a CPU phase by phase with the meter of live tensors."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tiny import BACKENDS, ROOT
+
+from kernels.devices import DEVICES
+from logitless import footprint, losses
+from logitless.footprint import Step, fits, head_plan, longest, n_parameters, peak_bytes, phases
+from logitless.memory import GIB, LiveTensorMeter
+from logitless.model import GPT, GPTConfig
+
+H200, CPU = DEVICES["NVIDIA H200"], DEVICES["cpu"]
+SMALL = GPTConfig(12, 12, 768, 50304, "gelu", tied=True, head_bias=False, dropout=0.0)
+ODD = GPTConfig(3, 4, 72, 1003, "swiglu", tied=True, head_bias=True, dropout=0.0)
+MODELS = {
+    "many-tokens": (GPTConfig(2, 2, 64, 512, "gelu", tied=True, head_bias=False, dropout=0.0), 256, 4),
+    "large-vocabulary": (GPTConfig(2, 4, 64, 8192, "swiglu", tied=False, head_bias=False, dropout=0.0), 128, 4),
+    "odd": (ODD, 199, 2),
+    "bias": (GPTConfig(2, 2, 64, 4096, "gelu", tied=False, head_bias=True, dropout=0.0), 512, 1),
+    "few-tokens": (GPTConfig(2, 2, 256, 512, "gelu", tied=False, head_bias=True, dropout=0.0), 64, 1),
+    "one-block": (GPTConfig(1, 4, 128, 16384, "swiglu", tied=True, head_bias=False, dropout=0.0), 32, 1),
+    "deep": (GPTConfig(6, 4, 128, 512, "gelu", tied=True, head_bias=False, dropout=0.0), 64, 8),
+}
+
+
+def recorded(folder: str, backend: str) -> tuple[dict, Step]:
+    """The record of a run in docs/results, and its step."""
+    (line,) = (ROOT / "docs" / "results" / folder / backend / "record.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    device = H200 if record["device"] == H200.name else CPU
+    shape = record["seq_len"], record["batch_size"], record["precision"]
+    return record, Step(GPTConfig(**record["config"]["model"]), device, *shape, chunk=record["chunk"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_an_h200_a_run_took_what_is_predicted_within_half_a_percent(backend, monkeypatch):
+    record, step = recorded("small_h200", backend)
+    if record["time"] < "2026-11-30":  # no GEMM made dlogits yet: the plain path, which an older GPU takes still
+        step = replace(step, device=replace(H200, name="an H200 with those kernels", capability=(8, 9)))
+        monkeypatch.setattr(footprint, "OLDER_WORKSPACES_BYTES", footprint.WORKSPACES_BYTES)
+    assert peak_bytes(step, backend) / GIB == pytest.approx(record["peak_allocated_gib"], rel=0.005)
+    assert n_parameters(step.model) == record["n_parameters"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_allocator_took_no_more_than_the_share_that_is_left_to_it(backend):
+    record, _ = recorded("small_h200", backend)
+    assert record["peak_allocated_gib"] > footprint.USABLE_SHARE * record["peak_reserved_gib"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_a_cpu_a_run_took_what_is_predicted_within_a_percent(backend):
+    record, step = recorded("tiny_cpu", backend)
+    assert peak_bytes(step, backend) / GIB == pytest.approx(record["peak_live_tensor_gib"], rel=0.01)
+
+
+def measure(step: Step, backend: str) -> tuple[int, int]:
+    """Peaks of forward, and from there to the end of backward, in the second of two steps as the module takes them."""
+    gpt = GPT(step.model).to(torch.bfloat16 if step.precision == "bf16-true" else torch.float32)
+    adamw, loss = torch.optim.AdamW(gpt.parameters(), fused=True), getattr(losses, backend)
+    if backend == "fused":
+        loss = partial(loss, chunk="auto" if step.chunk is None else step.chunk, budget_mib=step.budget_mib)
+    counted = LiveTensorMeter(gpt)
+    with counted:
+        for _ in range(2):
+            tokens, labels = torch.randint(step.model.padded_vocab_size, (2, step.batch_size, step.seq_len)).unbind()
+            counted.reset()
+            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed"):
+                total = gpt.head(gpt(tokens), labels, loss).loss
+            forward = counted.peak
+            adamw.zero_grad()
+            counted.reset()
+            total.backward()
+            backward = counted.peak
+            adamw.step()
+            del total
+    return forward, backward
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_cpu_forward_and_backward_take_what_is_predicted(name, backend, precision):
+    step = Step(MODELS[name][0], CPU, *MODELS[name][1:], precision, chunk=100)
+    forward, backward = measure(step, backend)
+    predicted = phases(step, backend)
+    assert predicted["forward"] == pytest.approx(forward, rel=0.01)
+    assert peak_bytes(step, backend) == pytest.approx(max(forward, backward), rel=0.01)
+    if backend != "fused":  # of which "head backward" is a bound only
+        in_backward = max(size for phase, size in predicted.items() if "backward" in phase)
+        assert in_backward == pytest.approx(backward, rel=0.02)
+
+
+@pytest.mark.parametrize(("budget_mib", "schedule"), [(None, "tokens"), (3.0, "vocab")])
+def test_on_a_cpu_a_plan_that_is_chosen_takes_what_is_predicted(budget_mib, schedule):
+    model, seq_len, batch_size = MODELS["large-vocabulary"]
+    step = Step(model, CPU, seq_len, batch_size, "bf16-true", budget_mib=budget_mib)
+    assert head_plan(step).schedule == schedule
+    assert peak_bytes(step, "fused") == pytest.approx(max(measure(step, "fused")), rel=0.01)
+
+
+@pytest.mark.parametrize("model", [SMALL, ODD, replace(ODD, tied=False), replace(SMALL, head_bias=True, mlp="swiglu")])
+def test_the_parameters_are_those_of_the_model(model):
+    with torch.device("meta"):
+        assert n_parameters(model) == GPT(model).n_parameters()
+
+
+@pytest.mark.parametrize("precision", footprint.DTYPES)
+@pytest.mark.parametrize("device", [H200, DEVICES["NVIDIA GeForce RTX 4090"], CPU], ids=lambda device: device.name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_tokens_never_take_less(backend, device, precision):
+    lengths = [1, 2, 127, 128, 129, 1023, 1024, 1025, 4096, 10_000, 65_536, 10**6]
+    peaks = [peak_bytes(Step(SMALL, device, length, 1, precision, chunk=1024), backend) for length in lengths]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == len(peaks)
+
+
+@pytest.mark.parametrize("device", [H200, DEVICES["NVIDIA L4"]], ids=lambda device: device.name)
+def test_at_many_tokens_naive_takes_most_and_fused_least(device):
+    step = Step(SMALL, device, 16_384, 1, "bf16-mixed", chunk=1024)
+    peaks = {backend: peak_bytes(step, backend) for backend in BACKENDS}
+    assert peaks["naive"] > peaks["inplace"] > peaks["fused"]
+    assert longest(step, "naive") < longest(step, "inplace") < longest(step, "fused")
+
+
+@pytest.mark.parametrize("chunk", [1024, None])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_longest_length_fits_and_the_next_does_not(backend, chunk):
+    step = Step(SMALL, DEVICES["NVIDIA L40S"], 1, 2, "bf16-mixed", chunk=chunk)
+    found = longest(step, backend)
+    assert found > 0
+    assert found % footprint.LENGTH_STEP == 0
+    assert fits(replace(step, seq_len=found), backend)
+    assert not fits(replace(step, seq_len=found + footprint.LENGTH_STEP), backend)
+
+
+def test_a_device_too_small_for_the_weights_fits_nothing():
+    step = Step(SMALL, replace(H200, memory_bytes=GIB), 1, 1, "bf16-mixed", chunk=1024)
+    assert [longest(step, backend) for backend in BACKENDS] == [0, 0, 0]
+
+
+def test_a_budget_that_no_plan_fits_into_fits_nothing_and_is_named():
+    step = Step(SMALL, H200, 4096, 1, "bf16-mixed", budget_mib=1.0)
+    assert (fits(step, "fused"), longest(step, "fused")) == (False, 0)
+    assert fits(step, "inplace")
+    with pytest.raises(ValueError, match="no plan fits into 1 MiB"):
+        peak_bytes(step, "fused")
+
+
+def test_a_device_is_found_by_its_name_or_by_a_part_of_it_in_any_case():
+    assert footprint.find_device("nvidia l4").name == "NVIDIA L4"  # also the beginning of another one's
+    assert footprint.find_device("h200") is H200
+    with pytest.raises(ValueError, match=r"'l4' may be any of NVIDIA L40S, NVIDIA L4$"):
+        footprint.find_device("l4")
+    with pytest.raises(ValueError, match=r"'H900' is none of NVIDIA H200, .*, cpu$"):
+        footprint.find_device("H900")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": replace(SMALL, dropout=0.1)}, "dropout=0.1"),
+        ({"precision": "64-true"}, "precision=64-true must be one of 32-true"),
+        ({"seq_len": 0}, "seq_len=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_a_step_that_cannot_be_counted_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(Step(SMALL, H200, 128, 1, "bf16-mixed"), **change)
+
+
+def test_a_backend_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="backend 'fast' must be one of naive, inplace, fused"):
+        fits(Step(SMALL, H200, 128, 1, "bf16-mixed"), "fast")
