@@ -78,6 +78,9 @@ def waves(tiles: int, multiprocessors: int) -> int:
 def cublas_share(rows: int, columns: int, multiprocessors: int) -> float:
     """The part of its speed that cuBLAS keeps on [rows, columns]: it takes the tile that leaves the fewest idle."""
 
+    if not rows * columns:
+        return 1.0
+
     def busy(tile_rows: int, tile_columns: int) -> float:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         whole = rows * columns / (tile_rows * tile_columns)

@@ -163,14 +163,15 @@ def _compute_again(ctx, dlosses, *_):
     refuse_double_backward()
     if dlosses is None:
         return None, None, None, *NO_GRADIENTS
-    row_max, log_sum, dhidden, *inputs = ctx.saved_tensors
     _, _, wanted, *_, schedule = ctx.options
+    if schedule == "vocab" and wanted[0]:
+        _refuse_second_backward(ctx)
+    row_max, log_sum, dhidden, *inputs = ctx.saved_tensors
     dlosses = dlosses.contiguous()
     gradients = [None, None, None]
     if schedule == "tokens" or any(wanted[1:]):
         gradients = list(_per_token_backward(dlosses, row_max, log_sum, *inputs, *ctx.options))
     if schedule == "vocab" and wanted[0]:
-        _refuse_second_backward(ctx)
         gradients[0] = scaling.scale(dhidden, dlosses, inputs[0].dtype)
     return *(g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)), *NO_GRADIENTS
 
@@ -190,7 +191,7 @@ def evaluate(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *option
     head = _cast(hidden, weight, bias, compute_dtype)
     rows = schedules.row_results(head, labels, objective, chunk, entropies)
     kept = labels != objective.ignore_index
-    lse = (rows.row_max + rows.log_sum).masked_fill(~kept, 0.0)
+    lse = torch.where(rows.losses.isnan(), rows.losses, rows.row_max + rows.log_sum).masked_fill(~kept, 0.0)
     # The label's logit is the largest where the cross-entropy is no more than the lse above the largest.
     correct = (rows.cross_entropies <= rows.log_sum) & kept
     vectors = rows.losses, rows.cross_entropies, lse, correct.float(), entropies

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .devices import DEVICES, Device, present_device  # noqa: F401
+from .devices import Device
 from .geometry import (
     STATISTICS_ROWS,
     TILE_ROWS,
@@ -80,7 +80,7 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"schedule={self.schedule} chunk={self.chunk}: transient {self.transient_bytes / MIB:,.0f} MiB, "
+            f"schedule={self.schedule} chunk={self.chunk}: transient {self.transient_bytes / MIB:,.4g} MiB, "
             f"{self.predicted_ms:.2f} ms predicted; dlogits {self.dlogits}"
         )
 
@@ -120,7 +120,7 @@ def plan(
     fitting = [p for p in plans if p.transient_bytes <= limit]
     smallest = min(plans, key=lambda p: p.transient_bytes)
     if not fitting and budget_mib is not None:
-        raise ValueError(f"no plan fits into {budget_mib:,.0f} MiB; the smallest is {smallest}")
+        raise ValueError(f"no plan fits into {budget_mib:,.4g} MiB; the smallest is {smallest}")
     # A larger plan is worth it from one part in a thousand on.
     fastest = min(p.predicted_ms for p in fitting or [smallest])
     return min((p for p in fitting or [smallest] if p.predicted_ms <= 1.001 * fastest), key=lambda p: p.transient_bytes)
@@ -195,9 +195,10 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
         wants_weight * v * d * (weight_size if one_sum and not is_half else 4),
         wants_bias * v * 4,
     )
-    copies = sum(
-        count * s for count, s, buffer in zip(numbers, sizes, sums, strict=True) if buffer and buffer != count * s
-    )
+    copies = [
+        count * s if buffer and buffer != count * s else 0
+        for count, s, buffer in zip(numbers, sizes, sums, strict=True)
+    ]
     vector = 4 * n
     logits = chunk * padded(v) * size
     partials = 4 * class_tiles(v) * chunk if is_fused else 0
@@ -211,20 +212,22 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
             forward = casts + results + 4 * vector
         elif is_fused:
             rows, classes = block_of(chunk, n, v, d, multiprocessors)
-            rows = min(rows, n)
+            rows = max(min(rows, n), 1)
             block = rows * (padded(classes) * size + 4 * d + 4 * class_tiles(v))
             forward = casts + sums[0] + block + 6 * vector
         else:
             forward = casts + sums[0] + logits + 4 * vector
         kept = sums[0] + 4 * vector
         backward = kept + vector + (sums[1] + sums[2] + casts + slab + 3 * vector if wants_weight or wants_bias else 0)
-        return forward, max(backward, kept + sums[1] + sums[2] + copies), returned
+        after = kept + sum(sums[1:]) + casts + sum(copies[1:])  # what comes back from the slabs is cast
+        handed_over = kept + copies[0] + sum(copies[i] or sums[i] for i in (1, 2))
+        return forward, max(backward, after, handed_over), returned
     if head.per_token:
-        backward = sum(sums) + casts + max(logits + 3 * vector, copies) + 5 * vector
+        backward = sum(sums) + casts + max(logits + 3 * vector, sum(copies)) + 5 * vector
         return casts + results + 4 * vector, backward, returned
     scaled = wants_weight * chunk * d * size if is_fused else 0
     forward = sum(sums) + casts + logits + partials + scaled + (7 if is_fused else 4) * vector
-    return forward, sum(sums) + copies + 2 * vector, returned
+    return forward, sum(sums) + sum(copies) + 2 * vector, returned
 
 
 def _result_bytes(head: Head, chunk: int, *, is_fused: bool) -> int:
@@ -265,7 +268,7 @@ def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     rows, classes = chunk, v
     if schedule == "vocab" and wants_hidden and is_fused:
         rows, classes = block_of(chunk, n, v, d, multiprocessors)
-        rows = min(rows, n)
+        rows = max(min(rows, n), 1)
     operands, parts = (rows * d + classes * d) * size, n / rows * v / classes
     yield _Gemm(parts, rows, classes, d, operands + rows * classes * size, epilogue)
     if wants_hidden:

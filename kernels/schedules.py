@@ -10,7 +10,7 @@ again, dlogits from the lse that forward kept, and the slab's rows of dweight by
 
 Both have two ways to dlogits. The plain one: a cuBLAS GEMM, then the kernel of `row_kernels.py` over its result. The
 fused one, where `gemm.py` takes the head and the objective is plain (`is_fused`): no pass over the logits but the
-GEMM's own; its dlogits lack a factor for each row (`tile_sums.py`), which goes into the operands of the other GEMMs.
+GEMM's own; its dlogits lack a factor for each row (`row_sums.py`), which goes into the operands of the other GEMMs.
 
 On a GPU nothing is allocated per part; what a schedule needs in all, `plan.py` counts. fp16 inputs need fp32 buffers
 for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as a loop runs.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gemm, geometry, row_kernels, tile_sums
+from . import gemm, geometry, row_anchors, row_kernels, row_sums
 from .reference import Objective, Rows
 
 GEMM_ALIGNMENT = 8  # the last V % 8 classes go through GEMMs of their own
@@ -95,12 +95,12 @@ def row_results(head: Head, labels: Tensor, objective: Objective, chunk: int, en
         return rows
     chunk *= geometry.STATISTICS_ROWS
     vocab, halves = len(head.weight), 2 * geometry.class_tiles(len(head.weight))
-    label_logits, _ = tile_sums.anchors(*head, labels, objective)
+    label_logits, _ = row_anchors.anchors(*head, labels, objective)
     buffer = _float_buffer(head, 3 * halves * min(chunk, len(labels)))
     for part in _parts(len(labels), chunk):
         partials = _view(buffer, halves, 3, part.stop - part.start)
         gemm.statistics(*head.part(part), labels[part], partials=partials)
-        tile_sums.merge_statistics(
+        row_sums.merge_statistics(
             partials,
             labels[part],
             objective,
@@ -133,7 +133,7 @@ def token_chunks(
             accumulator.add(part, logits, head.hidden[part], ones[: len(logits)])
         return rows, factor, factor
 
-    label_logits, anchors = tile_sums.anchors(*head, labels, objective)
+    label_logits, anchors = row_anchors.anchors(*head, labels, objective)
     row_scales = torch.empty_like(label_logits)
     buffer = _logits_buffer(head, min(chunk, len(labels)), len(head.weight))
     tiles = geometry.class_tiles(len(head.weight))
@@ -146,7 +146,7 @@ def token_chunks(
         gemm.exponentials(*own, labels[part], anchors=anchors[part], out=exponentials, sums=sums)
         vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
         outputs = {"rows": rows.slice(part), "row_scales": row_scales[part], "scaled_hidden": scaled_hidden}
-        tile_sums.finish_rows(exponentials, sums, own, labels[part], objective, factor=factor, **vectors, **outputs)
+        row_sums.finish_rows(exponentials, sums, own, labels[part], objective, factor=factor, **vectors, **outputs)
         accumulator.add(part, exponentials, scaled_hidden, row_scales[part])
     return rows, row_scales, torch.ones_like(factor)
 
@@ -168,7 +168,7 @@ def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tupl
     n_tokens, vocab = len(labels), len(head.weight)
     n_rows, n_classes = min(block[0], n_tokens), min(block[1], vocab)
     rows = Rows.empty(n_tokens, labels.device)
-    label_logits, anchors = tile_sums.anchors(*head, labels, objective)
+    label_logits, anchors = row_anchors.anchors(*head, labels, objective)
     buffer = _logits_buffer(head, n_rows, n_classes)
     tiles = geometry.class_tiles(vocab)
     sums_buffer = _float_buffer(head, tiles * n_rows)
@@ -193,7 +193,7 @@ def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tupl
                 _matmul(exponentials[:, columns], own.weight[columns], out=products, add=not is_first)
         vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
         own = head.part(part)
-        tile_sums.finish_dhidden(
+        row_sums.finish_dhidden(
             products, dhidden[part], sums, own, labels[part], objective, **vectors, rows=rows.slice(part)
         )
     return rows
@@ -223,7 +223,7 @@ class _Dlogits:
         self.buffer = _logits_buffer(head, n_rows, n_classes)
         self.gradient_rows = None
         if is_fused(head, objective):
-            self.gradient_rows = tile_sums.gradient_rows(*head, labels, objective, **upstream._asdict())
+            self.gradient_rows = row_anchors.gradient_rows(*head, labels, objective, **upstream._asdict())
 
     def __call__(self, tokens: slice, classes: slice) -> Tensor:
         part, labels = self.head.part(tokens, classes), self.labels[tokens]

@@ -35,6 +35,32 @@ def make_head(n: int, v: int, d: int, *, bias: bool = False, scale: float = 3.0,
     return hidden, weight, offset, labels
 
 
+GAPS = (50, 90, 100, 103, 105, 118, 125, 131, 132.721, 133, 150, 300, -5, -20, -40, -60)
+
+
+def head_with_gaps(n: int, v: int, d: int, *, entries: float, dtype: torch.dtype = torch.float32) -> tuple:
+    """A head whose first tokens have labels that lie GAPS nats below all other classes, or above; the others are plain.
+
+    Exact in `dtype`: each gap is in two weights, a rounded one and the rest. `entries` is the size of hidden states.
+    """
+    generator = torch.Generator().manual_seed(0)
+    k, width = len(GAPS), 2 * len(GAPS)
+    hidden = torch.randn(n, d, generator=generator) * entries
+    weight = torch.randn(v, d, generator=generator) * (0.02 / entries)
+    labels = torch.randint(v, (n,), generator=generator)
+    labels[:k] = torch.arange(k) * (v // k) + 3
+    hidden[:, :width] = 0
+    for i in range(k):
+        hidden[i, 2 * i : 2 * i + 2] = entries
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    weight[labels[:k]] = 0
+    others = (hidden[:k].double() @ weight.double().T).scatter(1, labels[:k, None], -float("inf")).amax(1)
+    for i, target in enumerate((others - torch.tensor(GAPS)) / entries):
+        weight[labels[i], 2 * i] = target
+        weight[labels[i], 2 * i + 1] = target - weight[labels[i], 2 * i].double()
+    return hidden, weight, None, labels
+
+
 def leaves_of(n: int = N, *, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0, v: int = V):
     """hidden [n, D] and weight [v, D], which want gradients, and labels [n] of which one is ignored."""
     hidden, weight, _, labels = make_head(n, v, D, seed=seed)
@@ -130,6 +156,27 @@ def eager_mean(hidden, weight, labels, objective: Objective = OBJECTIVES["plain"
     return loss_and_gradients(loss, hidden, weight, labels, upstream=upstream)
 
 
+def exact_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Losses [N] whose digits, and whose gradients', do not cancel where a label is above all others; fp64."""
+    own = logits.gather(1, labels[:, None])[:, 0]
+    others = logits.scatter(1, labels[:, None], -float("inf")).logsumexp(1)
+    return F.softplus(others - own, threshold=700.0)
+
+
+def exact_rows(hidden, weight, bias, labels, upstream: Tensor, *, z_loss: float = 0.0) -> dict[str, Tensor]:
+    """Losses [N], and the gradients of their sum weighted with `upstream` [N], in fp64; 0 for what is no label."""
+    leaves = [
+        None if tensor is None else tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)
+    ]
+    logits = F.linear(*leaves)
+    is_label = (labels >= 0) & (labels < len(weight))
+    losses = exact_losses(logits, labels.where(is_label, 0)) + z_loss * logits.logsumexp(1).square()
+    losses = losses.masked_fill(~is_label, 0.0)
+    tensors = {f"d{k}": leaf for k, leaf in zip(("hidden", "weight", "bias"), leaves, strict=True) if leaf is not None}
+    gradients = torch.autograd.grad(losses, list(tensors.values()), upstream.double())
+    return {"loss": losses.detach()} | dict(zip(tensors, gradients, strict=True))
+
+
 # Errors and peaks
 
 
@@ -139,6 +186,13 @@ def relative_error(value: Tensor, right: Tensor) -> float:
     norm = torch.linalg.vector_norm(right)
     error = torch.linalg.vector_norm(value - right)
     return float(error / norm) if norm else float(error)
+
+
+def row_errors(value: Tensor, right: Tensor) -> Tensor:
+    """Relative errors [N] of the rows of `value` [N] or [N, D] in fp64."""
+    value, right = (t.detach().double().reshape(len(t), -1) for t in (value, right))
+    norms = torch.linalg.vector_norm(right, dim=1)
+    return torch.linalg.vector_norm(value - right, dim=1) / norms.where(norms > 0, 1.0)
 
 
 def assert_as_good_as_eager(ours: dict, eager: dict, gold: dict, floor: float) -> None:

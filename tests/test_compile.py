@@ -42,6 +42,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 
 from kernels import reference, schedules
 from kernels.cross_entropy import cross_entropy
+from kernels.linear_cross_entropy import linear_cross_entropy, linear_evaluation, linear_logprobs
 from kernels.reference import Objective
 from logitless import losses
 
@@ -83,11 +84,16 @@ def op_arguments(device, dtype, compute_dtype, objective, *, bias, wanted, n=9, 
 
 
 def check_linear_ops(*arguments):
-    torch.library.opcheck(OPS.linear_cross_entropy.default, arguments)
-    torch.library.opcheck(OPS.linear_cross_entropy_per_token.default, arguments)
+    device = arguments[0].device
+    # With another factor than 1 backward changes gradients in place that the operator returned, which opcheck looks at.
+    torch.library.opcheck(OPS.linear_cross_entropy.default, (*arguments, torch.ones(1, device=device)))
     detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
-    vectors = [torch.rand(arguments[0].shape[0], device=arguments[0].device) for _ in range(3)]
-    torch.library.opcheck(OPS.linear_cross_entropy_per_token_backward.default, (*vectors, *detached))
+    vectors = [torch.rand(arguments[0].shape[0], device=device) for _ in range(3)]
+    for schedule in ("tokens", "vocab"):
+        torch.library.opcheck(OPS.linear_cross_entropy_per_token.default, (*arguments, schedule))
+        backward = OPS.linear_cross_entropy_per_token_backward.default
+        torch.library.opcheck(backward, (*vectors, *detached, schedule))
+    torch.library.opcheck(OPS.linear_evaluation.default, detached)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -504,6 +510,48 @@ def test_a_loss_that_nothing_flows_back_to_gives_no_gradient(loss):
     (NoGradient.apply(loss(hidden, weight, labels)) + weight.sum()).backward()
     assert hidden.grad is None or (hidden.grad == 0).all()
     assert (weight.grad == 1).all()
+
+
+# Schedules, log-probabilities, evaluations
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vocabulary_slabs_compile_into_one_graph_and_equal_eager(reduction):
+    def loss(hidden, weight, labels):
+        losses = linear_cross_entropy(hidden, weight, labels, chunk=CHUNK, schedule="vocab", reduction=reduction)
+        return losses if reduction == "mean" else losses.sum() / (labels != IGNORE).sum()
+
+    leaves = leaves_of()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_equal(loss_and_gradients(compiled, *leaves), loss_and_gradients(loss, *leaves))
+    assert_equal(loss_and_gradients(loss, *leaves), eager_mean(*leaves))
+
+
+def test_plans_for_a_budget_compile_into_one_graph_and_equal_eager():
+    def loss(hidden, weight, labels):
+        return linear_cross_entropy(hidden, weight, labels, budget_mib=1)
+
+    leaves = leaves_of()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_equal(loss_and_gradients(compiled, *leaves), eager_mean(*leaves))
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, "auto"])
+def test_logprobs_and_evaluations_compile_into_one_graph_and_equal_eager(chunk):
+    hidden, weight, labels = leaves_of()
+
+    def logprobs(hidden, weight, labels):
+        return -linear_logprobs(hidden, weight, labels, chunk=chunk).sum() / (labels != IGNORE).sum()
+
+    def evaluation(hidden, weight, labels):
+        return linear_evaluation(hidden, weight, labels, Objective(z_loss=1e-2), chunk=chunk)
+
+    compiled = torch.compile(logprobs, backend="aot_eager", fullgraph=True)
+    assert_equal(loss_and_gradients(compiled, hidden, weight, labels), eager_mean(hidden, weight, labels))
+    ours = torch.compile(evaluation, backend="aot_eager", fullgraph=True)(hidden, weight, labels)
+    right = evaluation(hidden, weight, labels)
+    assert not any(value.requires_grad for value in ours)
+    assert_equal(ours._asdict(), right._asdict(), 1e-6)
 
 
 # On a GPU: no waiting, CUDA graphs, memory

@@ -5,11 +5,11 @@ from dataclasses import asdict
 import pytest
 import torch
 from conftest import HAS_GPU
-from heads import OBJECTIVES, eager_rows, make_head, random_logits, relative_error
+from heads import IGNORE, OBJECTIVES, eager_rows, exact_rows, make_head, random_logits, relative_error
 from torch import Tensor
 
-from kernels import row_kernels
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels import gemm, row_kernels
+from kernels.linear_cross_entropy import linear_cross_entropy, linear_evaluation
 from kernels.reference import Objective, Rows
 
 N, V, D, CHUNK = 6, 7, 5, 4
@@ -149,7 +149,9 @@ def guarded_allocations(monkeypatch):
             return Rows(*(guarded((n_rows,), torch.float32) for _ in Rows._fields))
 
         monkeypatch.setattr(Rows, "empty", guarded_rows)
-        monkeypatch.setattr(torch, "empty_like", lambda tensor, *, dtype: guarded(tensor.shape, dtype))
+        monkeypatch.setattr(
+            torch, "empty_like", lambda tensor, *, dtype=None: guarded(tensor.shape, dtype or tensor.dtype)
+        )
         monkeypatch.setattr(torch.Tensor, "new_empty", guarded_new_empty)
         return made
 
@@ -206,3 +208,46 @@ def test_on_a_cpu_a_bad_label_raises_before_anything_is_written(launcher, bad, i
         launcher(logits, labels, Objective(ignore_index), rows)
     guards.assert_untouched()
     assert all((vector == CANARY).all() for vector in rows)
+
+
+@pytest.mark.parametrize("bad", [301, -1, 2**31, 2**32 + 5, 2**40, -(2**31) - 1, 319])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("schedule", ["tokens", "vocab"])
+def test_a_bad_label_of_a_fused_head_touches_no_canary(
+    place, bad, schedule, reduction, guarded_allocations, monkeypatch
+):
+    """Two tiles of classes, which the GEMM stores whole; 319 is a canary behind the logits."""
+    device, dtype = place
+    if device == "cuda" and (dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in (9, 10)):
+        pytest.skip("the fused path is for bf16 on compute capability 9 or 10")
+    if device == "cpu":
+        monkeypatch.setattr(gemm, "BLOCK_N", 16)
+        monkeypatch.setattr(gemm, "BLOCK_D", 32)
+    vocab, width = 301, 8
+    *values, _ = make_head(N, vocab, width, bias=True)
+    values, labels = [value.to(dtype) for value in values], torch.tensor([0, IGNORE, 255, 256, vocab - 1, bad])
+    upstream = torch.linspace(-1, 2, N) if reduction == "none" else torch.tensor(0.37)
+
+    guards = Guards(device)
+    hidden, weight, bias = (guards.around(value, is_input=True).detach().requires_grad_() for value in values)
+    assert gemm.takes((hidden, weight, bias))
+    made = guarded_allocations(guards)
+    guarded_labels = guards.around(labels, is_input=True)
+    options = {"linear_bias": bias, "reduction": reduction, "schedule": schedule, "chunk": CHUNK}
+    losses = linear_cross_entropy(hidden, weight, guarded_labels, **options)
+    gradients = torch.autograd.grad(losses, (hidden, weight, bias), guards.around(upstream, is_input=True))
+    linear_evaluation(hidden, weight, guarded_labels, Objective(), bias=bias, chunk=1)
+    guards.assert_untouched()
+    for buffer in made:
+        if buffer.dim() == 2 and buffer.shape[1] == 320:
+            assert (buffer[:, vocab:] == CANARY).all()
+
+    right = exact_rows(*values, labels, upstream.expand(N))
+    if reduction == "none":
+        assert torch.isnan(losses).tolist() == [False] * (N - 1) + [True]
+        assert relative_error(losses[:-1].cpu(), right["loss"][:-1]) < tolerance(dtype)
+    else:
+        assert torch.isnan(losses)
+    for name, gradient in zip(("dhidden", "dweight", "dbias"), gradients, strict=True):
+        assert relative_error(gradient.cpu(), right[name]) < tolerance(dtype)
+    assert (gradients[0][[1, N - 1]] == 0).all()

@@ -15,6 +15,7 @@ from heads import (
     OBJECTIVES,
     assert_as_good_as_eager,
     eager,
+    eager_rows,
     gold,
     make_head,
     relative_error,
@@ -24,7 +25,12 @@ from tiny import ROOT
 from torch import distributed
 
 from kernels import reference, schedules
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sums
+from kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_sums,
+    linear_evaluation,
+    linear_logprobs,
+)
 from kernels.reference import Objective
 from kernels.scaling import scale
 
@@ -279,6 +285,89 @@ def test_scaling_is_in_place_where_the_dtype_stays(engine, source, target, facto
     assert relative_error(scaled, right) < {"float32": 1e-7, "bfloat16": 2**-8, "float16": 2**-11}[target]
     assert (scaled.data_ptr() == gradient.data_ptr()) == (source == target)
     assert (gradient._version > version) == (source == target)
+
+
+# Log-probabilities and evaluations
+
+
+@pytest.mark.parametrize("schedule", ["tokens", "vocab", "auto"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_logprobs_are_log_softmax_at_the_labels_and_differentiable(engine, softcap, schedule):
+    hidden, weight, bias, labels = make_head(6, 33, 8, bias=True)
+    hidden, labels = hidden.view(2, 3, 8), labels.view(2, 3)
+    upstream = torch.linspace(-1, 2, 6).view(2, 3)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    chunk = "auto" if schedule == "auto" else 4
+    ours = linear_logprobs(*leaves[:2], labels, bias=leaves[2], softcap=softcap, chunk=chunk, schedule=schedule)
+    gradients = torch.autograd.grad(ours, leaves, upstream)
+    doubles = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+    logits = F.linear(*doubles)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    kept = labels != IGNORE
+    right = logits.log_softmax(-1).gather(-1, labels.where(kept, 0)[..., None])[..., 0].where(kept, 0.0)
+    assert ours.shape == labels.shape
+    assert ours.dtype == torch.float32
+    assert (ours <= 0).all()
+    assert relative_error(ours, right) < 1e-6
+    for gradient, expected in zip(gradients, torch.autograd.grad(right, doubles, upstream.double()), strict=True):
+        assert relative_error(gradient, expected) < 1e-5
+
+
+def exact_evaluation(hidden, weight, bias, labels, objective: Objective) -> dict[str, torch.Tensor]:
+    """Sums over the kept tokens in fp64; the label is right where it is the first of the largest."""
+    kept = labels != objective.ignore_index
+    z = F.linear(*(None if t is None else t.double() for t in (hidden, weight, bias)))[kept]
+    losses = eager_rows(z, labels[kept], objective)
+    if objective.softcap is not None:
+        z = objective.softcap * torch.tanh(z / objective.softcap)
+    return {
+        "loss": losses.sum(),
+        "cross_entropy": F.cross_entropy(z, labels[kept], reduction="sum"),
+        "lse": z.logsumexp(1).sum(),
+        "correct": (z.argmax(1) == labels[kept]).sum(),
+        "entropy": torch.special.entr(z.softmax(1)).sum(),
+    }
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("chunk", [1, 5, 100, "auto"])
+def test_an_evaluation_equals_sums_in_fp64(engine, chunk, bias, objective):
+    hidden, weight, bias, labels = make_head(13, 301, 8, bias=bias, ignored=2)
+    labels[7:] = F.linear(hidden, weight, bias).argmax(1)[7:]
+    sums = linear_evaluation(hidden, weight, labels, objective, bias=bias, chunk=chunk)
+    right = exact_evaluation(hidden, weight, bias, labels, objective)
+    assert right["correct"] >= 6
+    assert sums.correct == right["correct"]
+    for name, value in sums._asdict().items():
+        assert value.shape == ()
+        assert value.dtype == torch.float32
+        assert relative_error(value, right[name]) < 1e-5, name
+
+
+def test_an_evaluation_makes_no_graph_and_changes_no_input(engine):
+    hidden, weight, bias, labels = make_head(13, 301, 8, bias=True)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    sums = linear_evaluation(*leaves[:2], labels, Objective(), bias=leaves[2], chunk=5)
+    assert not any(value.requires_grad for value in sums)
+    assert all(torch.equal(leaf, t) for leaf, t in zip(leaves, (hidden, weight, bias), strict=True))
+
+
+def test_an_evaluation_without_kept_tokens_is_zero(engine):
+    hidden, weight, _, _ = make_head(5, 33, 8)
+    assert linear_evaluation(hidden, weight, torch.full((5,), IGNORE), Objective(), chunk=3) == (0, 0, 0, 0, 0)
+    assert linear_evaluation(hidden[:0], weight, torch.zeros(0, dtype=torch.int64), Objective()) == (0, 0, 0, 0, 0)
+
+
+def test_an_evaluation_of_a_label_with_bias_minus_infinity_has_a_finite_entropy(engine):
+    hidden, weight, bias, labels = make_head(13, 301, 8, bias=True)
+    bias[labels[7]] = -float("inf")
+    sums = linear_evaluation(hidden, weight, labels, Objective(), bias=bias, chunk=5)
+    right = exact_evaluation(hidden, weight, bias, labels, Objective())
+    assert torch.isinf(sums.loss)
+    assert relative_error(sums.entropy, right["entropy"]) < 1e-5
+    assert relative_error(sums.lse, right["lse"]) < 1e-5
 
 
 # What is refused
