@@ -49,14 +49,18 @@ def slab_classes(chunk: int, n_tokens: int, vocab: int, width: int, multiprocess
     return _fastest(fitting, vocab, columns)
 
 
+def dhidden_rows(n_tokens: int, width: int, multiprocessors: int) -> int:
+    """Rows of dhidden whose tiles just keep all multiprocessors busy, but no more than there are; whole tiles."""
+    row_tiles = min(multiprocessors // -(-width // TILE_CLASSES), -(-n_tokens // TILE_ROWS))
+    return max(row_tiles, 1) * TILE_ROWS
+
+
 def block_of(chunk: int, n_tokens: int, vocab: int, width: int, multiprocessors: int) -> tuple[int, int]:
     """Tokens and classes of a block of exponentials in forward, with an fp32 dhidden of its tokens beside it.
 
-    Together they take no more memory than `chunk` rows of logits, or are the smallest that there is. The tokens are so
-    many that the tiles of their dhidden keep all multiprocessors busy.
+    Together they take no more memory than `chunk` rows of logits, or are the smallest that there is.
     """
-    width_tiles = -(-width // TILE_CLASSES)
-    row_tiles = max(min(multiprocessors // width_tiles, -(-n_tokens // TILE_ROWS)), 1)
+    row_tiles = dhidden_rows(n_tokens, width, multiprocessors) // TILE_ROWS
 
     def fitting() -> int:
         return (chunk * vocab // (row_tiles * TILE_ROWS) - 2 * width) // TILE_CLASSES
@@ -77,9 +81,6 @@ def waves(tiles: int, multiprocessors: int) -> int:
 
 def cublas_share(rows: int, columns: int, multiprocessors: int) -> float:
     """The part of its speed that cuBLAS keeps on [rows, columns]: it takes the tile that leaves the fewest idle."""
-
-    if not rows * columns:
-        return 1.0
 
     def busy(tile_rows: int, tile_columns: int) -> float:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)

@@ -26,33 +26,30 @@ NO_GRADIENTS = (None,) * 9  # of labels, compute_dtype, chunk, wanted, the four 
 @torch.library.custom_op(
     "logitless::linear_cross_entropy",
     mutates_args=(),
-    schema=f"({SCHEMA}, Tensor factor) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({SCHEMA}, Tensor factor) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     """Sums of the losses times `factor` [1], and of the plain cross-entropies, and the gradients of the former.
 
-    The gradients are not cast yet, and lack the factors that come last: [N] for dhidden, [1] for dweight and dbias.
+    The gradients are not cast yet, and lack the factor [1] that comes last.
     """
     *options, factor = rest
     gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
-    head = _cast(hidden, weight, bias, compute_dtype)
-    arguments = head, labels, Objective(*options), chunk
+    head, objective = _cast(hidden, weight, bias, compute_dtype), Objective(*options)
     if gradients == Gradients():
-        rows, row_scales, scale = schedules.row_results(*arguments), factor.expand(len(hidden)), factor
+        rows, missing = schedules.row_results(head, labels, objective, chunk), factor
     else:
-        rows, row_scales, scale = schedules.token_chunks(*arguments, gradients, factor)
+        rows, missing = schedules.token_chunks(head, labels, objective, chunk, gradients, factor)
     loss = rows.losses.sum() * factor[0]
-    # Copies, because an op returns no part and no other name of its inputs.
-    scales = row_scales.expand(len(hidden)).clone(), scale.clone()
-    return loss, rows.cross_entropies.sum(), *_without_none(gradients, hidden), *scales
+    # A copy, because an op returns none of its inputs.
+    return loss, rows.cross_entropies.sum(), *_without_none(gradients, hidden), missing.clone()
 
 
 @sums.register_fake
 def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
-    vectors = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (), (hidden.shape[0],), (1,)))
-    loss, cross_entropy, *scales = vectors
-    return loss, cross_entropy, *_without_none(gradients, hidden), *scales
+    loss, cross_entropy, missing = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (), (1,)))
+    return loss, cross_entropy, *_without_none(gradients, hidden), missing
 
 
 def _save_gradients(ctx, inputs, output):
@@ -69,11 +66,10 @@ def _scale_gradients(ctx, dloss, *_):
     if dloss is None:  # what comes after the loss has no gradient
         return None, None, None, *NO_GRADIENTS
     _refuse_second_backward(ctx)
-    *gradients, row_scales, scale = ctx.saved_tensors
-    factors = row_scales * dloss, scale * dloss, scale * dloss
+    *gradients, missing = ctx.saved_tensors
     scaled = (
-        scaling.scale(gradient, factor, dtype) if is_wanted else None
-        for gradient, factor, dtype, is_wanted in zip(gradients, factors, ctx.dtypes, ctx.wanted, strict=True)
+        scaling.scale(gradient, missing * dloss, dtype) if is_wanted else None
+        for gradient, dtype, is_wanted in zip(gradients, ctx.dtypes, ctx.wanted, strict=True)
     )
     return *scaled, *NO_GRADIENTS
 
@@ -107,7 +103,7 @@ def per_token(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest)
         rows = schedules.blocks_forward(head, labels, objective, block, gradients.hidden)
     else:
         one = torch.ones(1, device=hidden.device)
-        rows, _, _ = schedules.token_chunks(head, labels, objective, chunk, gradients, one)
+        rows, _ = schedules.token_chunks(head, labels, objective, chunk, gradients, one)
     return *rows, gradients.hidden
 
 

@@ -21,6 +21,7 @@ from .geometry import (
     block_of,
     class_tiles,
     cublas_share,
+    dhidden_rows,
     largest_chunk,
     padded,
     slab_classes,
@@ -225,8 +226,11 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     if head.per_token:
         backward = sum(sums) + casts + max(logits + 3 * vector, sum(copies)) + 5 * vector
         return casts + results + 4 * vector, backward, returned
-    scaled = wants_weight * chunk * d * size if is_fused else 0
-    forward = sum(sums) + casts + logits + partials + scaled + (7 if is_fused else 4) * vector
+    fused = 0
+    if is_fused:
+        fused += wants_weight * chunk * d * size + 2 * vector + 4 * chunk
+        fused += wants_hidden * (hidden_size < 4) * 4 * dhidden_rows(chunk, d, multiprocessors) * d
+    forward = sum(sums) + casts + logits + partials + fused + 4 * vector
     return forward, sum(sums) + sum(copies) + 2 * vector, returned
 
 
@@ -252,6 +256,8 @@ class _Gemm:
         return round(2 * self.count * self.rows * self.columns * self.inner)
 
     def seconds(self, device: Device, flops_per_s: float) -> float:
+        if not self.flops():
+            return 0.0
         share = cublas_share(self.rows, self.columns, device.multiprocessors)
         if self.epilogue_width:
             tiles = -(-self.rows // TILE_ROWS) * class_tiles(self.columns)
@@ -297,7 +303,7 @@ def _bytes_of_passes(head: Head, schedule: str, chunk: int, *, is_fused: bool) -
     if weight_size != size:
         total += v * d * (weight_size + size)
     if head.grads[1] and schedule == "tokens":
-        total += round(OVERLAP * 8 * v * d * (n / chunk - 1))
+        total += round(OVERLAP * 8 * v * d * max(n / chunk - 1, 0))
         if chunk < n and weight_size == 2:
             total += 6 * v * d
     return total

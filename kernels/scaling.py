@@ -50,17 +50,24 @@ def scale(gradient: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: fp32, bf16 or fp16.
     """
     if type(gradient) is not Tensor:  # a stand-in, while compiling; the compiler reuses the memory by itself
-        return (gradient * factors.view(-1, *[1] * (gradient.dim() - 1))).to(dtype)
-    in_place = gradient.dtype == dtype
-    scaled = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+        return (gradient * _column(factors, gradient)).to(dtype)
+    scaled = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    scale_into(scaled, gradient, factors)
+    return scaled.detach()  # a tensor of its own, so that autograd may keep it as .grad without a copy
+
+
+def scale_into(scaled: Tensor, gradient: Tensor, factors: Tensor) -> None:
+    """The same into `scaled`, contiguous, which may be `gradient`."""
     if not row_kernels.runs_triton(gradient):
-        torch.mul(gradient, factors.view(-1, *[1] * (gradient.dim() - 1)), out=scaled)
+        torch.mul(gradient, _column(factors, gradient), out=scaled)
     elif gradient.numel():
         length = gradient.numel() // factors.numel()
         grid = (factors.numel() * triton.cdiv(length, BLOCK * BLOCKS),)
+        options = {"IN_PLACE": scaled is gradient, "BLOCK": BLOCK, "BLOCKS": BLOCKS, "num_warps": NUM_WARPS}
         with torch.cuda.device_of(gradient):
-            _scale_kernel[grid](
-                gradient, scaled, factors, length, IN_PLACE=in_place, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS
-            )
+            _scale_kernel[grid](gradient, scaled, factors, length, **options)
         torch.autograd.graph.increment_version(scaled)
-    return scaled.detach()  # a tensor of its own, so that autograd may keep it as .grad without a copy
+
+
+def _column(factors: Tensor, gradient: Tensor) -> Tensor:
+    return factors.view(-1, *[1] * (gradient.dim() - 1))

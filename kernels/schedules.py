@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import gemm, geometry, row_anchors, row_kernels, row_sums
+from . import gemm, geometry, row_anchors, row_kernels, row_sums, scaling
 from .reference import Objective, Rows
 
 GEMM_ALIGNMENT = 8  # the last V % 8 classes go through GEMMs of their own
@@ -114,53 +114,67 @@ def row_results(head: Head, labels: Tensor, objective: Objective, chunk: int, en
 
 def token_chunks(
     head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients, factor: Tensor
-) -> tuple[Rows, Tensor, Tensor]:
-    """Row results; the gradients of the summed loss go into the buffers `gradients`, some factors short.
+) -> tuple[Rows, Tensor]:
+    """Row results; the gradients of the summed loss times `factor` [1] fp32 go into the buffers `gradients`.
 
-    Args:
-        factor: [1] fp32, which the gradients shall be multiplied with.
-
-    Returns:
-        The row results, the factors [N] or [1] that the rows of dhidden lack, and the factor [1] that dweight and dbias
-        lack.
+    Or a factor short: that is the second result, [1] fp32.
     """
-    rows = Rows.empty(labels.shape[0], labels.device)
-    accumulator = _Accumulator(head, gradients)
-    if not is_fused(head, objective):
-        ones = head.hidden.new_ones(min(chunk, len(labels)))
-        for part, logits in _logits_of_chunks(head, chunk):
-            row_kernels.forward_backward_rows_(logits, labels[part], objective, rows.slice(part))
-            accumulator.add(part, logits, head.hidden[part], ones[: len(logits)])
-        return rows, factor, factor
+    if is_fused(head, objective):
+        return _fused_token_chunks(head, labels, objective, chunk, gradients, factor), torch.ones_like(factor)
+    rows = Rows.empty(len(labels), labels.device)
+    ones = head.hidden.new_ones(min(chunk, len(labels)))
+    for part, logits in _logits_of_chunks(head, chunk):
+        row_kernels.forward_backward_rows_(logits, labels[part], objective, rows.slice(part))
+        _add_dhidden(head, gradients, part, logits)
+        _add_dweight(gradients, part, logits, head.hidden[part], ones[: len(logits)])
+    return rows, factor
 
+
+def _fused_token_chunks(
+    head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients, factor: Tensor
+) -> Rows:
+    (n_tokens, width), vocab = head.hidden.shape, len(head.weight)
+    rows = Rows.empty(n_tokens, labels.device)
     label_logits, anchors = row_anchors.anchors(*head, labels, objective)
-    row_scales = torch.empty_like(label_logits)
-    buffer = _logits_buffer(head, min(chunk, len(labels)), len(head.weight))
-    tiles = geometry.class_tiles(len(head.weight))
-    sums_buffer = _float_buffer(head, tiles * len(buffer))
-    scaled_buffer = None if gradients.weight is None else head.hidden.new_empty(len(buffer), head.hidden.shape[1])
-    for part in _parts(len(labels), chunk):
-        own, n_rows = head.part(part), len(labels[part])
-        exponentials, sums = buffer[:n_rows], _view(sums_buffer, tiles, n_rows)
+    chunk = min(chunk, n_tokens)
+    buffer, tiles = _logits_buffer(head, chunk, vocab), geometry.class_tiles(vocab)
+    sums_buffer, row_scales = _float_buffer(head, tiles * chunk), _float_buffer(head, chunk)
+    scaled_buffer = None if gradients.weight is None else head.hidden.new_empty(chunk, width)
+    for part in _parts(n_tokens, chunk):
+        own, n_rows = head.part(part), part.stop - part.start
+        exponentials, sums, scales = buffer[:n_rows], _view(sums_buffer, tiles, n_rows), row_scales[:n_rows]
         scaled_hidden = None if scaled_buffer is None else scaled_buffer[:n_rows]
         gemm.exponentials(*own, labels[part], anchors=anchors[part], out=exponentials, sums=sums)
-        vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
-        outputs = {"rows": rows.slice(part), "row_scales": row_scales[part], "scaled_hidden": scaled_hidden}
-        row_sums.finish_rows(exponentials, sums, own, labels[part], objective, factor=factor, **vectors, **outputs)
-        accumulator.add(part, exponentials, scaled_hidden, row_scales[part])
-    return rows, row_scales, torch.ones_like(factor)
+        vectors = {"label_logits": label_logits[part], "anchors": anchors[part], "factor": factor}
+        outputs = {"rows": rows.slice(part), "row_scales": scales, "scaled_hidden": scaled_hidden}
+        row_sums.finish_rows(exponentials, sums, own, labels[part], objective, **vectors, **outputs)
+        if gradients.hidden is not None:
+            _write_scaled_dhidden(gradients.hidden[part], exponentials, head.weight, scales)
+        _add_dweight(gradients, part, exponentials, scaled_hidden, scales)
+    return rows
+
+
+def _write_scaled_dhidden(dhidden: Tensor, exponentials: Tensor, weight: Tensor, row_scales: Tensor) -> None:
+    """row_scales * (exponentials @ weight), by way of fp32 products, some rows at a time: rounded once."""
+    block = geometry.dhidden_rows(*dhidden.shape, gemm.multiprocessors(dhidden.device))
+    is_fp32 = dhidden.dtype == torch.float32
+    buffer = dhidden if is_fp32 else dhidden.new_empty(block, dhidden.shape[1], dtype=torch.float32)
+    for rows in _parts(len(dhidden), block):
+        products = buffer[rows] if is_fp32 else buffer[: rows.stop - rows.start]
+        _multiply_classes(exponentials[rows], weight, out=products)
+        scaling.scale_into(products if is_fp32 else dhidden[rows], products, row_scales[rows])
 
 
 def token_chunks_backward(
     head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients, upstream: Upstream
 ) -> None:
     """Fills `gradients`: the logits are computed again, chunk by chunk."""
-    accumulator = _Accumulator(head, gradients)
     dlogits_of = _Dlogits(head, labels, objective, upstream, min(chunk, len(labels)), len(head.weight))
     ones = head.hidden.new_ones(min(chunk, len(labels)))
     for part in _parts(len(labels), chunk):
         dlogits = dlogits_of(part, slice(0, len(head.weight)))
-        accumulator.add(part, dlogits, head.hidden[part], ones[: len(dlogits)])
+        _add_dhidden(head, gradients, part, dlogits)
+        _add_dweight(gradients, part, dlogits, head.hidden[part], ones[: len(dlogits)])
 
 
 def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tuple[int, int], dhidden: Tensor) -> Rows:
@@ -188,9 +202,7 @@ def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tupl
                 sums=sums[first_tile : first_tile + geometry.class_tiles(len(own.weight))],
                 first_class=classes.start,
             )
-            for columns in _aligned_parts(len(own.weight)):
-                is_first = classes.start + columns.start == 0
-                _matmul(exponentials[:, columns], own.weight[columns], out=products, add=not is_first)
+            _multiply_classes(exponentials, own.weight, out=products, add=classes.start > 0)
         vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
         own = head.part(part)
         row_sums.finish_dhidden(
@@ -281,22 +293,23 @@ def _aligned_parts(vocab: int) -> list[slice]:
     return [part for part in (slice(0, aligned), slice(aligned, vocab)) if part.start < part.stop]
 
 
-class _Accumulator:
-    """Collects the gradients that are wanted from the dlogits of one chunk after another."""
+def _add_dhidden(head: Head, gradients: Gradients, part: slice, dlogits: Tensor) -> None:
+    if gradients.hidden is not None:
+        _multiply_classes(dlogits, head.weight, out=gradients.hidden[part])
 
-    def __init__(self, head: Head, gradients: Gradients):
-        self.head, self.gradients = head, gradients
 
-    def add(self, part: slice, dlogits: Tensor, hidden: Tensor | None, row_scales: Tensor) -> None:
-        """Adds a chunk: dweight from `hidden` [C, D], not read if no dweight is wanted; dbias by `row_scales` [C]."""
-        dhidden, dweight, dbias = self.gradients
-        if dhidden is not None:
-            for classes in _aligned_parts(dlogits.shape[1]):
-                _matmul(dlogits[:, classes], self.head.weight[classes], out=dhidden[part], add=classes.start > 0)
-        if dweight is not None:
-            _matmul(dlogits.t(), hidden, out=dweight, add=part.start > 0)
-        if dbias is not None:
-            _matmul(row_scales.to(dlogits.dtype)[None], dlogits, out=dbias[None], add=part.start > 0)
+def _add_dweight(gradients: Gradients, part: slice, dlogits: Tensor, hidden: Tensor | None, row_scales: Tensor) -> None:
+    """Adds a chunk: dweight from `hidden` [C, D], not read if no dweight is wanted; dbias by `row_scales` [C]."""
+    if gradients.weight is not None:
+        _matmul(dlogits.t(), hidden, out=gradients.weight, add=part.start > 0)
+    if gradients.bias is not None:
+        _matmul(row_scales.to(dlogits.dtype)[None], dlogits, out=gradients.bias[None], add=part.start > 0)
+
+
+def _multiply_classes(dlogits: Tensor, weight: Tensor, *, out: Tensor, add: bool = False) -> None:
+    """`out` = dlogits @ weight, plus `out` if `add`."""
+    for classes in _aligned_parts(dlogits.shape[1]):
+        _matmul(dlogits[:, classes], weight[classes], out=out, add=add or classes.start > 0)
 
 
 def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:

@@ -30,6 +30,9 @@ def inputs_of(kind: str, shape: str = "700x1000x64"):
     return make_inputs(Shape.parse(shape), kind, **options)
 
 
+WITHIN = [f"ours within {budget} MiB" for budget in peers.BUDGETS_MIB]
+
+
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict]:
     return {row["method"]: row for row in bench([case("4096x64x8")], FAST)}
@@ -37,7 +40,8 @@ def rows() -> dict[str, dict]:
 
 def test_every_row_is_complete_and_finite(rows):
     chunks = [f"ours C={chunk}" for chunk in peers.CHUNKS if chunk < 4096]
-    assert list(rows) == [*chunks, "ours whole", "inplace", "eager fp32"]
+    slabs = [f"ours vocab C={chunk}" for chunk in peers.SLABS]
+    assert list(rows) == [*chunks, "ours whole", *slabs, *WITHIN, "inplace", "eager fp32"]
     for row in rows.values():
         assert (row["status"], row["inputs"], row["gold"]) == ("ok", "uniform", "fp64")
         assert (row["n_tokens"], row["vocab"], row["width"]) == (4096, 64, 8)
@@ -49,6 +53,28 @@ def test_every_row_is_complete_and_finite(rows):
         assert {"device", "commit", "command", "time"} <= row.keys()
         assert "package" not in row
     json.dumps(rows)
+
+
+def test_our_rows_hold_their_plans(rows):
+    for method, row in rows.items():
+        assert ("plan" in row) == method.startswith("ours")
+    assert rows["ours C=1024"]["plan"]["chunk"] == 1024
+    assert rows["ours vocab C=640"]["plan"]["schedule"] == "vocab"
+    for method in ("ours whole", "ours C=2048", "ours vocab C=640"):
+        transient = rows[method]["plan"]["transient_bytes"] / 2**20
+        assert rows[method]["transient_mib"] == pytest.approx(transient, rel=0.02, abs=0.06)  # masks of labels
+
+
+def test_an_evaluation_has_no_gradient_and_the_first_gemm_as_its_yardstick():
+    ours, eager = bench([case("4096x300x64")], ["evaluation"])
+    for row in (ours, eager):
+        assert row["status"] == "ok"
+        assert "backward_ms" not in row
+        assert row["errors"].keys() == {"loss"}
+        assert row["errors"]["loss"] < 1e-6
+    assert ours["transient_mib"] < eager["transient_mib"] / 2
+    (head,) = bench([case("4096x300x64")], ["inplace"])
+    assert ours["gemm_ms"] < 0.7 * head["gemm_ms"]
 
 
 def test_the_total_is_no_less_than_the_longer_of_its_parts(rows):
@@ -79,8 +105,8 @@ def test_peak_memory_is_above_what_was_there_before_and_sees_inside_operators():
 @pytest.mark.parametrize("weight_dtype", ["bf16", "fp32"])
 def test_our_errors_are_near_those_of_eager(kind, weight_dtype):
     rows = {row["method"]: row for row in bench([case("70x300x64", kind, "bf16", weight_dtype)], FAST)}
-    assert {"ours whole", "inplace", "eager fp32", "eager bf16"} == set(rows)
-    for method in ("ours whole", "inplace"):
+    assert {"ours whole", *WITHIN, "inplace", "eager fp32", "eager bf16"} == set(rows)
+    for method in ("ours whole", WITHIN[0], "inplace"):
         for name, error in rows[method]["errors"].items():
             assert error <= 2 * rows["eager fp32"]["errors"][name] + 2**-9, (method, name)
     assert all(1e-5 < row["errors"]["dweight"] < 2e-2 for row in rows.values())
@@ -203,9 +229,9 @@ def test_a_word_that_asks_for_nothing_in_this_case_leaves_a_row(monkeypatch):
     words = ["OURS c=4096", "eager bf16", "logits in", "missing fp32"]
     head, logits = ({row["method"]: row for row in bench([case(shape)], words)} for shape in ("70x33x8", "60x33"))
     assert {row["status"] for row in head.values()} == {"absent"}
-    assert head["OURS c=4096"]["reason"] == "for N = 70 and fp32 there are ours whole"
+    assert head["OURS c=4096"]["reason"] == ", ".join(["for N = 70 and fp32 there are ours whole", *WITHIN])
     assert head["eager bf16"]["reason"] == "for N = 70 and fp32 there are eager fp32"
-    assert head["logits in"]["reason"].startswith("for a head there are missing, ours, inplace, ")
+    assert head["logits in"]["reason"].startswith("for a head there are missing, ours, evaluation, inplace, ")
     assert head["missing"]["reason"] == "ImportError: nowhere"
     assert len(head) == len(words)
     assert logits.pop("logits in place")["status"] == "ok"
@@ -260,14 +286,23 @@ def test_a_shape_that_is_none_is_refused(text):
 def test_the_scripts_bench_and_then_draw(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the script takes a GPU if there is one
     shapes = "40x50x8,80x50x8,160x50x8,90x30x16"
-    options = ("--shapes", shapes, "--methods", "ours,eager,quack", "--dtype", "fp32", "--inputs", "peaked")
+    options = (
+        "--shapes",
+        shapes,
+        "--methods",
+        "inplace,evaluation,eager,quack",
+        "--dtype",
+        "fp32",
+        "--inputs",
+        "peaked",
+    )
     options += ("--out", "bench/head.jsonl")
     result = script(tmp_path, "bench", *options)
     assert result.returncode == 0, result.stderr
     assert "80x50x8 peaked, fp32, fp32 weight, cpu" in result.stdout
     assert "absent: " in result.stdout
     rows = read_records([tmp_path / "bench" / "head.jsonl"])
-    assert len(rows) == 4 * 3
+    assert len(rows) == 4 * 5
     assert {row["command"] for row in rows} == {" ".join(options)}
     result = script(tmp_path, "report", "bench/head.jsonl", "--out", "figures")
     assert result.returncode == 0, result.stderr

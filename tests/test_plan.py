@@ -266,8 +266,8 @@ def test_plans_need_no_torch():
 import sys
 sys.modules["torch"] = sys.modules["triton"] = None
 sys.path.insert(0, {str(ROOT)!r})
-from kernels import plan
-print(plan.plan(plan.Head(8192, 128256, 4096), plan.DEVICES["NVIDIA H200"]))
+from kernels import devices, plan
+print(plan.plan(plan.Head(8192, 128256, 4096), devices.DEVICES["NVIDIA H200"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -341,7 +341,8 @@ def test_one_chunk_is_smaller_until_the_tokens_are_twice_the_width(path):
         head = Head(n, 50257, 768, lacking=LACKS[path])
         return predict(head, H200, schedule="tokens", chunk=chunk).transient_bytes
 
-    assert transient(1024, 1024) == pytest.approx(98 * MIB, rel=0.03)
+    own = 5.5 * MIB if path == "fused" else 0  # products, scaled hidden states, sums of tiles
+    assert transient(1024, 1024) == pytest.approx(98 * MIB + own, rel=0.03)
     for chunk in (128, 256, 512):
         assert transient(1024, chunk) == pytest.approx(147 * MIB, rel=0.03)
     assert transient(65536, 65536) > transient(65536, 1024)

@@ -93,7 +93,7 @@ def _ours(n_tokens: int, dtype: str) -> dict[str, Loss]:
 
 
 def _evaluations(n_tokens: int, dtype: str) -> dict[str, Loss]:
-    return {"evaluation": partial(evaluation, chunk=128), "evaluation eager": eager_fp32}
+    return {"evaluation": partial(evaluation, chunk=512), "evaluation eager": eager_fp32}
 
 
 def _eager(n_tokens: int, dtype: str) -> dict[str, Loss]:
