@@ -226,11 +226,10 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     if head.per_token:
         backward = sum(sums) + casts + max(logits + 3 * vector, sum(copies)) + 5 * vector
         return casts + results + 4 * vector, backward, returned
-    fused = 0
     if is_fused:
-        fused += wants_weight * chunk * d * size + 2 * vector + 4 * chunk
-        fused += wants_hidden * (hidden_size < 4) * 4 * dhidden_rows(chunk, d, multiprocessors) * d
-    forward = sum(sums) + casts + logits + partials + fused + 4 * vector
+        products = wants_hidden * (hidden_size < 4) * 4 * dhidden_rows(chunk, d, multiprocessors) * d
+        logits += max(partials, products) + wants_weight * chunk * d * size + 2 * vector + 4 * chunk
+    forward = sum(sums) + casts + logits + 4 * vector
     return forward, sum(sums) + sum(copies) + 2 * vector, returned
 
 

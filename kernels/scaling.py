@@ -63,7 +63,12 @@ def scale_into(scaled: Tensor, gradient: Tensor, factors: Tensor) -> None:
     elif gradient.numel():
         length = gradient.numel() // factors.numel()
         grid = (factors.numel() * triton.cdiv(length, BLOCK * BLOCKS),)
-        options = {"IN_PLACE": scaled is gradient, "BLOCK": BLOCK, "BLOCKS": BLOCKS, "num_warps": NUM_WARPS}
+        options = {
+            "IN_PLACE": scaled is gradient,
+            "BLOCK": BLOCK,
+            "BLOCKS": BLOCKS,
+            "num_warps": NUM_WARPS,
+        }
         with torch.cuda.device_of(gradient):
             _scale_kernel[grid](gradient, scaled, factors, length, **options)
         torch.autograd.graph.increment_version(scaled)

@@ -138,31 +138,35 @@ def _fused_token_chunks(
     label_logits, anchors = row_anchors.anchors(*head, labels, objective)
     chunk = min(chunk, n_tokens)
     buffer, tiles = _logits_buffer(head, chunk, vocab), geometry.class_tiles(vocab)
-    sums_buffer, row_scales = _float_buffer(head, tiles * chunk), _float_buffer(head, chunk)
+    block = geometry.dhidden_rows(chunk, width, gemm.multiprocessors(head.hidden.device))
+    has_products = gradients.hidden is not None and gradients.hidden.dtype != torch.float32
+    # Sums of tiles, and after these products for dhidden.
+    scratch = _float_buffer(head, max(tiles * chunk, has_products * block * width))
+    row_scales = _float_buffer(head, chunk)
     scaled_buffer = None if gradients.weight is None else head.hidden.new_empty(chunk, width)
     for part in _parts(n_tokens, chunk):
         own, n_rows = head.part(part), part.stop - part.start
-        exponentials, sums, scales = buffer[:n_rows], _view(sums_buffer, tiles, n_rows), row_scales[:n_rows]
+        exponentials, sums, scales = buffer[:n_rows], _view(scratch, tiles, n_rows), row_scales[:n_rows]
         scaled_hidden = None if scaled_buffer is None else scaled_buffer[:n_rows]
         gemm.exponentials(*own, labels[part], anchors=anchors[part], out=exponentials, sums=sums)
         vectors = {"label_logits": label_logits[part], "anchors": anchors[part], "factor": factor}
         outputs = {"rows": rows.slice(part), "row_scales": scales, "scaled_hidden": scaled_hidden}
         row_sums.finish_rows(exponentials, sums, own, labels[part], objective, **vectors, **outputs)
         if gradients.hidden is not None:
-            _write_scaled_dhidden(gradients.hidden[part], exponentials, head.weight, scales)
+            _write_scaled_dhidden(gradients.hidden[part], exponentials, head.weight, scales, scratch, block)
         _add_dweight(gradients, part, exponentials, scaled_hidden, scales)
     return rows
 
 
-def _write_scaled_dhidden(dhidden: Tensor, exponentials: Tensor, weight: Tensor, row_scales: Tensor) -> None:
-    """row_scales * (exponentials @ weight), by way of fp32 products, some rows at a time: rounded once."""
-    block = geometry.dhidden_rows(*dhidden.shape, gemm.multiprocessors(dhidden.device))
-    is_fp32 = dhidden.dtype == torch.float32
-    buffer = dhidden if is_fp32 else dhidden.new_empty(block, dhidden.shape[1], dtype=torch.float32)
+def _write_scaled_dhidden(
+    dhidden: Tensor, exponentials: Tensor, weight: Tensor, row_scales: Tensor, scratch: Tensor, block: int
+) -> None:
+    """row_scales * (exponentials @ weight), by way of fp32 products, `block` rows at a time: rounded once."""
     for rows in _parts(len(dhidden), block):
-        products = buffer[rows] if is_fp32 else buffer[: rows.stop - rows.start]
+        own = dhidden[rows]
+        products = own if own.dtype == torch.float32 else _view(scratch, *own.shape)
         _multiply_classes(exponentials[rows], weight, out=products)
-        scaling.scale_into(products if is_fp32 else dhidden[rows], products, row_scales[rows])
+        scaling.scale_into(own, products, row_scales[rows])
 
 
 def token_chunks_backward(
