@@ -64,8 +64,11 @@ def problem(row: dict) -> str | None:
 
 
 def latest(rows: Iterable[dict]) -> list[dict]:
-    """The rows about heads with gradients, without those that a later row about the same replaces."""
-    rows = (row for row in rows if row["width"] and not row["method"].startswith("evaluation"))
+    """The rows about heads with gradients, without those that a later row about the same replaces.
+
+    And without those of budgets, whose plans are other rows' over again.
+    """
+    rows = (row for row in rows if row["width"] and not row["method"].startswith(("evaluation", "ours within")))
     kept = {(row["method"], shape_of(row), case_of(row)): row for row in rows}
     return list(kept.values())
 
