@@ -1,6 +1,7 @@
 """What plans need to know of a device, and a table of common ones. Needs torch for the present one only."""
 
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def present_device(name: str) -> Device:
     import torch  # only here: predictions need no torch
 
     if not name.startswith("cuda"):
-        return DEVICES["cpu"]
+        return replace(DEVICES["cpu"], memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     properties = torch.cuda.get_device_properties(name)
     known = DEVICES.get(properties.name)
     rates = known or replace(DEVICES["NVIDIA A100-SXM4-80GB"], name=f"{properties.name} (rates of an A100)")
@@ -63,19 +64,18 @@ def present_device(name: str) -> Device:
     )
 
 
-def measured_device(name: str) -> Device:
-    """`present_device` with rates that are measured now: of a copy of 1 GiB, and of GEMMs of 8192 x 8192 x 8192."""
+def measured_device() -> Device:
+    """The GPU, or CPU, that is here, with measured rates: of a large copy and of GEMMs of 8192^3 (a CPU: 1024^3)."""
     import torch
 
-    device = present_device(name)
-    size = 8192 if name.startswith("cuda") else 1024
+    name, size = ("cuda:0", 8192) if torch.cuda.is_available() else ("cpu", 1024)
     source = torch.ones(size, size * 8, device=name)
     target = torch.zeros_like(source)
     rates = {"bytes_per_s": 2 * source.nbytes / _seconds(name, lambda: target.copy_(source))}
     for field, dtype in (("half_flops_per_s", torch.bfloat16), ("fp32_flops_per_s", torch.float32)):
         matrix = torch.randn(size, size, device=name, dtype=dtype)
         rates[field] = 2 * size**3 / _seconds(name, functools.partial(torch.mm, matrix, matrix))
-    return replace(device, **rates)
+    return replace(present_device(name), **rates)
 
 
 def _seconds(name: str, step: Callable[[], object]) -> float:

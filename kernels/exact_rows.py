@@ -1,6 +1,6 @@
 """One row of logits computed again by one program, tile by tile, where the GEMM's exponentials left their range.
 
-Right for any row, and slow: two passes over the whole weight.
+Right for any row, and slow: each pass reads the whole weight.
 """
 
 import triton

@@ -177,7 +177,7 @@ def exponentials(hidden, weight, bias, labels, *, anchors, out, sums, first_clas
         hidden: [N, D] bf16.
         weight: [V, D] bf16.
         bias: [V] bf16, or None.
-        labels: [N] int64; -1, or any number outside [0, V), for no label.
+        labels: [N] int64; whatever it is, if the anchor is +inf.
         anchors: [N] fp32, in base 2; +inf for rows of zeros.
         out: [N, V] bf16, with rows that begin at multiples of 16 bytes.
         sums: [geometry.class_tiles(V), N] fp32.
@@ -216,7 +216,7 @@ def _launch(epilogue, hidden, weight, bias, labels, anchors, scales, label_value
             first_class,
             EPILOGUE=epilogue,
             OVERLAP=width <= LONGEST_OVERLAPPED and row_kernels.compute_capability(hidden.device) < (10, 0),
-            PROGRAMS=programs,
+            PROGRAMS=multiprocessors(hidden.device),
             GROUP=GROUP,
             BLOCK_N=BLOCK_N,
             BLOCK_V=BLOCK_V,

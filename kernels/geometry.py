@@ -36,7 +36,10 @@ def largest_chunk(vocab: int) -> int:
 
 
 def slab_classes(chunk: int, n_tokens: int, vocab: int, width: int, multiprocessors: int) -> int:
-    """Classes of a slab of all tokens in backward: as fast as may be, in no more memory than `chunk` rows of logits."""
+    """Classes of a slab of all tokens in backward: as fast as may be, in no more memory than `chunk` rows of logits.
+
+    Or one tile of classes, which is the smallest slab.
+    """
     row_tiles = -(-n_tokens // TILE_ROWS)
 
     def columns(tiles: int) -> float:
@@ -50,9 +53,8 @@ def slab_classes(chunk: int, n_tokens: int, vocab: int, width: int, multiprocess
 
 
 def dhidden_rows(n_tokens: int, width: int, multiprocessors: int) -> int:
-    """Rows of dhidden whose tiles just keep all multiprocessors busy, but no more than there are; whole tiles."""
-    row_tiles = min(multiprocessors // -(-width // TILE_CLASSES), -(-n_tokens // TILE_ROWS))
-    return max(row_tiles, 1) * TILE_ROWS
+    """Rows of dhidden whose tiles just keep all multiprocessors busy, but no more than there are."""
+    return min(max(multiprocessors // -(-width // TILE_CLASSES), 1) * TILE_ROWS, n_tokens)
 
 
 def block_of(chunk: int, n_tokens: int, vocab: int, width: int, multiprocessors: int) -> tuple[int, int]:
@@ -60,7 +62,7 @@ def block_of(chunk: int, n_tokens: int, vocab: int, width: int, multiprocessors:
 
     Together they take no more memory than `chunk` rows of logits, or are the smallest that there is.
     """
-    row_tiles = dhidden_rows(n_tokens, width, multiprocessors) // TILE_ROWS
+    row_tiles = -(-max(dhidden_rows(n_tokens, width, multiprocessors), 1) // TILE_ROWS)
 
     def fitting() -> int:
         return (chunk * vocab // (row_tiles * TILE_ROWS) - 2 * width) // TILE_CLASSES

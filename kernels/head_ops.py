@@ -17,9 +17,9 @@ from .schedules import Gradients, Head
 # What the ops take; the three tensors that may have gradients come first. `wanted` says which of these to make, and an
 # op returns an empty tensor for one that is not wanted.
 SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute_dtype, SymInt chunk, bool[] wanted"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, ScalarType compute_dtype, SymInt chunk, bool[] wanted, "
+    + OBJECTIVE_SCHEMA
 )
-SCHEMA += f", {OBJECTIVE_SCHEMA}"
 NO_GRADIENTS = (None,) * 9  # of labels, compute_dtype, chunk, wanted, the four fields of Objective, and one more
 
 
@@ -34,9 +34,9 @@ def sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     The gradients are not cast yet, and lack the factor [1] that comes last.
     """
     *options, factor = rest
-    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
+    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
     head, objective = _cast(hidden, weight, bias, compute_dtype), Objective(*options)
-    if gradients == Gradients():
+    if not any(wanted):
         rows, missing = schedules.row_results(head, labels, objective, chunk), factor
     else:
         rows, missing = schedules.token_chunks(head, labels, objective, chunk, gradients, factor)
@@ -47,7 +47,7 @@ def sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
 
 @sums.register_fake
 def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
-    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk)
+    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
     loss, cross_entropy, missing = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (), (1,)))
     return loss, cross_entropy, *_without_none(gradients, hidden), missing
 
@@ -97,25 +97,26 @@ def per_token(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest)
     head, objective = _cast(hidden, weight, bias, compute_dtype), Objective(*options)
     if schedule != "vocab" or not wanted[0]:
         return *schedules.row_results(head, labels, objective, chunk), hidden.new_empty(0)
-    gradients = _dhidden_buffer(hidden, weight)
+    dhidden = _dhidden_buffer(hidden, weight, compute_dtype)
     if schedules.is_fused(head, objective):
         block = geometry.block_of(chunk, len(hidden), *weight.shape, multiprocessors(hidden.device))
-        rows = schedules.blocks_forward(head, labels, objective, block, gradients.hidden)
+        rows = schedules.blocks_forward(head, labels, objective, block, dhidden)
     else:
-        one = torch.ones(1, device=hidden.device)
-        rows, _ = schedules.token_chunks(head, labels, objective, chunk, gradients, one)
-    return *rows, gradients.hidden
+        one = torch.ones(1, dtype=torch.float32, device=hidden.device)
+        rows, _ = schedules.token_chunks(head, labels, objective, chunk, Gradients(dhidden), one)
+    return *rows, dhidden
 
 
 @per_token.register_fake
 def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     vectors = [hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(4)]
     makes_dhidden = rest[-1] == "vocab" and wanted[0]
-    return *vectors, _dhidden_buffer(hidden, weight).hidden if makes_dhidden else hidden.new_empty(0)
+    return *vectors, _dhidden_buffer(hidden, weight, compute_dtype) if makes_dhidden else hidden.new_empty(0)
 
 
-def _dhidden_buffer(hidden: Tensor, weight: Tensor) -> Gradients:
-    return schedules.empty_gradients(hidden, weight, None, (True, False, False), hidden.shape[0])
+def _dhidden_buffer(hidden: Tensor, weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    wanted = (True, False, False)
+    return schedules.empty_gradients(hidden, weight, None, wanted, hidden.shape[0], compute_dtype).hidden
 
 
 @torch.library.custom_op(
@@ -126,7 +127,7 @@ def _dhidden_buffer(hidden: Tensor, weight: Tensor) -> Gradients:
 def _per_token_backward(dlosses, row_max, log_sum, hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     """The gradients that forward did not make, for the upstream gradients `dlosses` [N], in the inputs' dtypes."""
     *options, schedule = rest
-    gradients, size = _backward_buffers(hidden, weight, bias, chunk, wanted, schedule)
+    gradients, size = _backward_buffers(hidden, weight, bias, compute_dtype, chunk, wanted, schedule)
     head, upstream = _cast(hidden, weight, bias, compute_dtype), schedules.Upstream(row_max, log_sum, dlosses)
     run = schedules.vocab_slabs if schedule == "vocab" else schedules.token_chunks_backward
     run(head, labels, Objective(*options), size, gradients, upstream)
@@ -135,17 +136,18 @@ def _per_token_backward(dlosses, row_max, log_sum, hidden, weight, bias, labels,
 
 @_per_token_backward.register_fake
 def _(dlosses, row_max, log_sum, hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
-    gradients, _ = _backward_buffers(hidden, weight, bias, chunk, wanted, rest[-1])
+    gradients, _ = _backward_buffers(hidden, weight, bias, compute_dtype, chunk, wanted, rest[-1])
     return _without_none(_to_input_dtypes(gradients, hidden, weight, bias), hidden)
 
 
-def _backward_buffers(hidden, weight, bias, chunk, wanted, schedule) -> tuple[Gradients, int]:
+def _backward_buffers(hidden, weight, bias, compute_dtype, chunk, wanted, schedule) -> tuple[Gradients, int]:
     """Buffers to sum in, and the size of the schedule's parts."""
     if schedule == "tokens":
-        return schedules.empty_gradients(hidden, weight, bias, wanted, chunk), chunk
+        return schedules.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype), chunk
     slab = geometry.slab_classes(chunk, hidden.shape[0], *weight.shape, multiprocessors(hidden.device))
     # A slab's rows of dweight are one sum, as in a single chunk.
-    return schedules.empty_gradients(hidden, weight, bias, (False, *wanted[1:]), hidden.shape[0]), slab
+    wanted, n_tokens = (False, *wanted[1:]), hidden.shape[0]
+    return schedules.empty_gradients(hidden, weight, bias, wanted, n_tokens, compute_dtype), slab
 
 
 def _save_inputs(ctx, inputs, output):
@@ -208,7 +210,7 @@ per_token.register_vmap(_refuse_vmap)
 
 
 def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
-    return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous())
 
 
 def _to_input_dtypes(gradients: Gradients, *inputs: Tensor | None) -> Gradients:

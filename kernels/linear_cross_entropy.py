@@ -16,12 +16,13 @@ from . import devices, geometry, head_ops, plan, reference
 from .reference import LossSums, Objective
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PLAIN = Objective()
 
 
 class Evaluation(NamedTuple):
     """Sums over the kept tokens, each [] fp32 without gradient; loss, cross-entropy, lse and entropy in nats.
 
-    `correct` counts the tokens whose label no other logit exceeds.
+    `correct` counts the tokens whose label no other logit exceeds, up to rounding.
     """
 
     loss: Tensor
@@ -54,7 +55,7 @@ def linear_cross_entropy(
     memory: what they need beyond inputs and gradients is the transient.
 
     Args:
-        input: [..., D] hidden states, fp32, bf16 or fp16.
+        input: [..., D] hidden states, fp32, bf16 or fp16; copied where they have no [N, D] view (`hidden[:, :-1]`).
         linear_weight: [V, D], on the same device; of the same dtype, unless inside autocast.
         target: [...] int32 or int64 in [0, V), or `ignore_index`.
         linear_bias: [V], or None.
@@ -64,7 +65,8 @@ def linear_cross_entropy(
         z_loss: factor of lse^2, >= 0.
         softcap: c of c * tanh(logits / c), or None.
         chunk: rows of logits alive at once, >= 1; the last chunk may be short. Chunks of 2**31 logits or more are cut.
-            "auto" takes the fastest plan within the budget.
+            "auto" takes the fastest plan within the budget; a compiler then compiles anew for each N. For slabs, and
+            without gradients, it means as much memory as that many rows take.
         budget_mib: largest transient in MiB; None for a sixteenth of the device's memory, or as near to it as may be.
         schedule: "tokens", "vocab", or "auto": token chunks if `chunk` is given, otherwise whichever is faster.
 
@@ -82,6 +84,8 @@ def linear_cross_entropy(
     if input.dim() == 0 or input.shape[:-1] != target.shape:
         raise ValueError(f"expected one label a token, {list(input.shape[:-1])}, got {list(target.shape)}")
     hidden, labels = torch.atleast_2d(input).flatten(0, -2), target.reshape(-1)
+    reference.check_labels(labels, hidden.shape[0])
+    labels = labels.long()  # an ignore_index may lie outside of int32
     tensors = hidden, linear_weight, labels, linear_bias
     limits = {"chunk": chunk, "budget_mib": budget_mib, "schedule": schedule}
     if reduction == "none":
@@ -89,7 +93,7 @@ def linear_cross_entropy(
         losses, *_ = head_ops.per_token(*arguments, schedule)
         return losses.view(target.shape)
     # Known beforehand, 1/n goes into the gradients at no cost; backward would pass over them once more.
-    factor = None if reduction == "sum" else 1 / (labels != ignore_index).sum().clamp(min=1)
+    factor = None if reduction == "sum" else (labels != ignore_index).sum().clamp(min=1).float().reciprocal()
     return _sums(tensors, objective, limits, factor).loss
 
 
@@ -145,7 +149,7 @@ def linear_evaluation(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    objective: Objective,
+    objective: Objective = PLAIN,
     *,
     bias: Tensor | None = None,
     chunk: int | str = "auto",
@@ -164,7 +168,7 @@ def linear_evaluation(
 def _sums(tensors: tuple, objective: Objective, limits: dict, factor: Tensor | None) -> LossSums:
     """Loss sums, the loss times `factor` [] fp32 if given."""
     schedule, arguments = _plan(*tensors, objective, per_token=False, **limits)
-    factor = torch.ones(1, device=tensors[0].device) if factor is None else factor.reshape(1)
+    factor = torch.ones(1, dtype=torch.float32, device=tensors[0].device) if factor is None else factor.reshape(1)
     if schedule == "tokens":
         loss, cross_entropy, *_ = head_ops.sums(*arguments, factor)
         return LossSums(loss, cross_entropy)
@@ -194,8 +198,8 @@ def _plan(
         chunk = min(chunk, geometry.largest_chunk(weight.shape[0]))
     else:
         dtypes = (DTYPES[d] for d in (dtype, weight.dtype, hidden.dtype))
-        lacking = "label smoothing" if objective.label_smoothing else "softcap" if objective.softcap else ""
-        sizes = [len(range(size)) for size in (*hidden.shape, *weight.shape)]  # a compiler compiles for each N
+        lacking = plan.lacking(objective.label_smoothing, objective.softcap)
+        sizes = [len(range(size)) for size in (*hidden.shape, *weight.shape)]  # a compiler's symbols become numbers
         schedule, chunk = _choose(
             str(hidden.device),
             sizes[0],
@@ -224,8 +228,8 @@ def _choose(device: str, *facts) -> tuple[str, int]:
         head,
         devices.present_device(device),
         budget_mib=budget_mib,
-        chunk=None if chunk == "auto" else chunk,
-        schedule="tokens" if schedule == "auto" and chunk != "auto" else schedule,
+        chunk=chunk,
+        schedule=schedule,
     )
     return chosen.schedule, chosen.chunk
 
@@ -243,8 +247,8 @@ def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden [N, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
-    if weight.shape[0] == 0:
-        raise ValueError(f"weight {list(weight.shape)} has no rows: it is not materialised (sharded?)")
+    if weight.numel() == 0:
+        raise ValueError(f"weight {list(weight.shape)} is empty: it is not materialised (sharded?)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias [{weight.shape[0]}], got {list(bias.shape)}")
     for tensor in (hidden, weight, bias):

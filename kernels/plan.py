@@ -38,7 +38,7 @@ DEFAULT_SHARE = 1 / 16
 EPILOGUE_WIDTH = 150
 OVERLAP = 0.75  # of the traffic that sums dweight up is not hidden by the GEMM that causes it
 SECONDS_PER_LAUNCH = 3e-6
-SECONDS_PER_PART = 130e-6  # of Python for the launches of one chunk, slab or block, while the GPU has work
+PYTHON_SECONDS_PER_LAUNCH = 33e-6  # while the GPU works on what was launched before
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ class Plan:
         )
 
 
+def lacking(label_smoothing: float, softcap: float | None) -> str:
+    """The option that keeps a head from the epilogues of gemm.py, by its name, or ""."""
+    return "label smoothing" if label_smoothing else "softcap" if softcap else ""
+
+
 def check_limits(chunk: int | str, budget_mib: float | None, schedule: str) -> None:
     """Raises ValueError for what no plan can obey."""
     if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
@@ -98,7 +103,7 @@ def check_limits(chunk: int | str, budget_mib: float | None, schedule: str) -> N
 
 @functools.lru_cache(maxsize=256)
 def plan(
-    head: Head, device: Device, *, budget_mib: float | None = None, chunk: int | None = None, schedule: str = "auto"
+    head: Head, device: Device, *, budget_mib: float | None = None, chunk: int | str = "auto", schedule: str = "auto"
 ) -> Plan:
     """The plan of least predicted time whose transient fits.
 
@@ -106,16 +111,16 @@ def plan(
         head: what is to be computed.
         device: where.
         budget_mib: largest transient in MiB; None for DEFAULT_SHARE of the device's memory, or as near to it as may be.
-        chunk: rows of logits alive at once, which is obeyed; None to choose.
-        schedule: "tokens" or "vocab", which is obeyed; "auto" to choose.
+        chunk: rows of logits alive at once (for slabs, as much memory as these), which is obeyed; "auto" to choose.
+        schedule: "tokens" or "vocab", which is obeyed; "auto" to choose, which means tokens where a chunk is given.
 
     Raises:
         ValueError: nothing fits into the budget. The message names the smallest plan.
     """
-    if schedule == "vocab" and not any(head.grads):
-        schedule = "tokens"  # they differ in the gradients only
-    schedules = ("tokens", "vocab") if schedule == "auto" and any(head.grads) else (schedule.replace("auto", "tokens"),)
-    chunks = list(_chunks(head)) if chunk is None else [min(chunk, largest_chunk(head.vocab))]
+    if not any(head.grads) or (schedule == "auto" and chunk != "auto"):
+        schedule = "tokens"  # without gradients they do not differ
+    schedules = ("tokens", "vocab") if schedule == "auto" else (schedule,)
+    chunks = list(_chunks(head)) if chunk == "auto" else [min(chunk, largest_chunk(head.vocab))]
     plans = [predict(head, device, schedule=s, chunk=c) for s in schedules for c in chunks]
     limit = device.memory_bytes * DEFAULT_SHARE if budget_mib is None else budget_mib * MIB
     fitting = [p for p in plans if p.transient_bytes <= limit]
@@ -159,9 +164,9 @@ def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
     gemms = list(_gemms(head, schedule, chunk, multiprocessors, is_fused=not why_not))
     passes = _bytes_of_passes(head, schedule, chunk, is_fused=not why_not)
     rate = device.fp32_flops_per_s if head.dtype == "fp32" else device.half_flops_per_s
-    parts = sum(gemm.count for gemm in gemms)  # each with about one small kernel beside it
+    launches = 2 * sum(gemm.count for gemm in gemms)  # each GEMM has about one small kernel beside it
     seconds = passes / device.bytes_per_s + sum(gemm.seconds(device, rate) for gemm in gemms)
-    seconds = max(seconds + 2 * SECONDS_PER_LAUNCH * parts, SECONDS_PER_PART / 2 * parts)
+    seconds = max(seconds + SECONDS_PER_LAUNCH * launches, PYTHON_SECONDS_PER_LAUNCH * launches)
     peak = max(forward, backward)
     return Plan(
         schedule=schedule,

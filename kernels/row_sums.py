@@ -55,7 +55,7 @@ def _finish_rows_kernel(
     factor_ptr,  # [1] fp32 in: what the gradients are multiplied with
     losses_ptr,  # [N] fp32 out
     cross_entropies_ptr,  # [N] fp32 out
-    row_max_ptr,  # [N] fp32 out: the label's logit
+    row_max_ptr,  # [N] fp32 out: the label's logit, or the maximum of a row computed again
     log_sum_ptr,  # [N] fp32 out: lse above it
     row_scales_ptr,  # [N] fp32 out
     scaled_hidden_ptr,  # [N, D] out: row_scale * hidden, or None
@@ -122,7 +122,7 @@ def _finish_dhidden_kernel(
     anchors_ptr,  # [N] fp32 in
     losses_ptr,  # [N] fp32 out
     cross_entropies_ptr,  # [N] fp32 out
-    row_max_ptr,  # [N] fp32 out: the label's logit
+    row_max_ptr,  # [N] fp32 out: the label's logit, or the maximum of a row computed again
     log_sum_ptr,  # [N] fp32 out: lse above it
     hidden_stride,
     weight_stride,
@@ -188,8 +188,12 @@ def _load_row(row, sums_ptr, labels_ptr, label_logits_ptr, anchors_ptr, N, V, ti
 
 @triton.jit
 def _is_out_of_range(counts, label_logit, others, log_own):
-    """Whether to compute the row again; not where the label's logit is no number, and so is nothing in the row."""
-    return counts & (label_logit == label_logit) & ((others + tl.exp(log_own) <= LARGEST) == 0)
+    """Whether to compute the row again. Not if a logit is no number: then no gradient is one, by whatever way.
+
+    A label's logit of -inf makes the sum NaN as well.
+    """
+    is_nan = (others != others) & (label_logit != -float("inf"))
+    return counts & (is_nan == 0) & ((others + tl.exp(log_own) <= LARGEST) == 0)
 
 
 @triton.jit
@@ -298,7 +302,7 @@ def finish_rows(
         exponentials, sums: what `gemm.exponentials` left for all classes; the labels' entries are written.
         head, labels, label_logits, anchors: hidden, weight and bias, and what `anchors` returned.
         factor: [1] fp32, of all gradients.
-        rows: out. row_max is the label's logit here, and log_sum the lse above it.
+        rows: out. row_max is the label's logit here, or the maximum of a row computed again; log_sum is lse above it.
         row_scales: [N] fp32, out: factor included.
         scaled_hidden: [N, D] contiguous, out: row_scales * hidden; or None.
     """

@@ -23,6 +23,7 @@ def _scale_kernel(
     factors_ptr,  # [rows] fp32 in
     length,
     IN_PLACE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -36,8 +37,9 @@ def _scale_kernel(
     for start in range(first, end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         source = tl.load(source_ptr + row * length + offsets, mask=offsets < end)
-        # A row that does not count has the factor 0, and gradient 0 whatever was computed for it.
-        scaled = tl.where(factor == 0.0, 0.0, source.to(tl.float32) * factor)
+        scaled = source.to(tl.float32) * factor
+        if HAS_ROWS:  # one that does not count has the factor 0, and gradient 0 whatever was computed for it
+            scaled = tl.where(factor == 0.0, 0.0, scaled)
         tl.store(scaled_ptr + row * length + offsets, scaled, mask=offsets < end)
 
 
@@ -65,6 +67,7 @@ def scale_into(scaled: Tensor, gradient: Tensor, factors: Tensor) -> None:
         grid = (factors.numel() * triton.cdiv(length, BLOCK * BLOCKS),)
         options = {
             "IN_PLACE": scaled is gradient,
+            "HAS_ROWS": factors.numel() > 1,
             "BLOCK": BLOCK,
             "BLOCKS": BLOCKS,
             "num_warps": NUM_WARPS,

@@ -66,19 +66,24 @@ def is_fused(head: Head, objective: Objective) -> bool:
 
 
 def empty_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool], chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+    chunk: int,
+    compute_dtype: torch.dtype,
 ) -> Gradients:
     """Buffers for the wanted gradients in the dtypes to sum in.
 
-    That is fp32, or the dtype of the input itself where chunks add nothing to each other: dhidden, and dweight of a
-    single chunk. fp16 is always summed in fp32: the sum over all tokens may pass its range where the mean, scaled in
-    backward, does not.
+    That is fp32, or the dtype to compute in where it is also the input's, and where chunks add nothing to each other:
+    dhidden, and dweight of a single chunk. fp16 is always summed in fp32: the sum over all tokens may pass its range
+    where the mean, scaled in backward, does not.
     """
 
     def buffer(tensor: Tensor | None, is_wanted: bool, is_one_sum: bool) -> Tensor | None:
         if tensor is None or not is_wanted:
             return None
-        keeps_dtype = is_one_sum and tensor.dtype != torch.float16
+        keeps_dtype = is_one_sum and tensor.dtype == compute_dtype != torch.float16
         return tensor.new_empty(tensor.shape, dtype=tensor.dtype if keeps_dtype else torch.float32)
 
     one_chunk = hidden.shape[0] <= chunk
@@ -117,7 +122,7 @@ def token_chunks(
 ) -> tuple[Rows, Tensor]:
     """Row results; the gradients of the summed loss times `factor` [1] fp32 go into the buffers `gradients`.
 
-    Or a factor short: that is the second result, [1] fp32.
+    The second result is what they still lack of it, [1] fp32: 1 if fused, else all of `factor`.
     """
     if is_fused(head, objective):
         return _fused_token_chunks(head, labels, objective, chunk, gradients, factor), torch.ones_like(factor)
@@ -125,7 +130,7 @@ def token_chunks(
     ones = head.hidden.new_ones(min(chunk, len(labels)))
     for part, logits in _logits_of_chunks(head, chunk):
         row_kernels.forward_backward_rows_(logits, labels[part], objective, rows.slice(part))
-        _add_dhidden(head, gradients, part, logits)
+        _write_dhidden(head, gradients, part, logits)
         _add_dweight(gradients, part, logits, head.hidden[part], ones[: len(logits)])
     return rows, factor
 
@@ -177,7 +182,7 @@ def token_chunks_backward(
     ones = head.hidden.new_ones(min(chunk, len(labels)))
     for part in _parts(len(labels), chunk):
         dlogits = dlogits_of(part, slice(0, len(head.weight)))
-        _add_dhidden(head, gradients, part, dlogits)
+        _write_dhidden(head, gradients, part, dlogits)
         _add_dweight(gradients, part, dlogits, head.hidden[part], ones[: len(dlogits)])
 
 
@@ -297,7 +302,7 @@ def _aligned_parts(vocab: int) -> list[slice]:
     return [part for part in (slice(0, aligned), slice(aligned, vocab)) if part.start < part.stop]
 
 
-def _add_dhidden(head: Head, gradients: Gradients, part: slice, dlogits: Tensor) -> None:
+def _write_dhidden(head: Head, gradients: Gradients, part: slice, dlogits: Tensor) -> None:
     if gradients.hidden is not None:
         _multiply_classes(dlogits, head.weight, out=gradients.hidden[part])
 

@@ -14,6 +14,7 @@ import argparse
 
 import hydra
 
+from kernels.devices import Device, measured_device
 from kernels.plan import MIB
 from logitless.config import check_train_config
 from logitless.footprint import BACKENDS, USABLE_SHARE, Step, find_device, fits, head_plan, longest, peak_bytes
@@ -25,7 +26,9 @@ GIB = 2**30
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a file of conf/model (tiny)")
-    parser.add_argument("--device", required=True, help="a name in kernels.devices, or a part of one")
+    parser.add_argument(
+        "--device", required=True, help="a name in kernels.devices, or a part of one; or `present`, measured now"
+    )
     parser.add_argument("--seq-len", required=True, help="tokens a sequence: lengths, separated by commas")
     parser.add_argument("--batch-size", help="sequences a step")
     parser.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed, bf16-true or auto")
@@ -48,12 +51,16 @@ def step(arguments: dict[str, str | None]) -> Step:
         config = hydra.compose("train", [f"{keys.get(name, name)}={value}" for name, value in given.items()])
     check_train_config(config)
     vocab = config.model.padded_vocab_size or padded_vocab_size(None, config.tokenizer.vocab_size)
-    device, precision = find_device(arguments["device"]), config.precision
+    device, precision = device_of(arguments["device"]), config.precision
     if precision == "auto":
         precision = "32-true" if device.name == "cpu" else "bf16-mixed"
-    chunk = None if config.chunk == "auto" else config.chunk
     model = GPTConfig(**{**config.model, "padded_vocab_size": vocab})
-    return Step(model, device, config.seq_len, config.batch_size, precision, chunk, config.budget_mib)
+    return Step(model, device, config.seq_len, config.batch_size, precision, config.chunk, config.budget_mib)
+
+
+def device_of(name: str) -> Device:
+    """One by its name, or what is here, with rates measured now."""
+    return measured_device() if name == "present" else find_device(name)
 
 
 def table(steps: list[Step]) -> str:

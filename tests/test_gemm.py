@@ -14,13 +14,14 @@ from heads import (
     assert_equal,
     eager_rows,
     exact_rows,
+    gold,
     head_with_gaps,
     make_head,
     relative_error,
     row_errors,
 )
 
-from kernels import gemm, row_kernels
+from kernels import gemm, row_kernels, row_sums
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_evaluation
 from kernels.reference import Objective
 
@@ -326,3 +327,32 @@ def test_rows_that_are_slices_of_wider_ones_are_read_in_place(schedule, launched
     del right["loss"]
     assert_equal(dict(zip(("dhidden", "dweight", "dbias"), ours, strict=True)), right, FLOOR)
     assert launched == []
+
+
+@pytest.mark.parametrize("schedule", ["tokens", "vocab"])
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_a_bias_of_any_stride_is_read_right(layout, schedule):
+    hidden, weight, bias, labels = make_head(40, 300, 32, bias=True)
+    wide = torch.stack([bias, torch.full_like(bias, 1e3)], dim=1)
+    bias = wide[:, 0] if layout == "strided" else bias[:1].expand(300)
+
+    def loss(hidden, weight, bias):
+        return linear_cross_entropy(
+            hidden, weight, labels, linear_bias=bias, reduction="sum", chunk=16, schedule=schedule
+        )
+
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    assert gemm.takes((hidden, weight, bias))
+    value = loss(*leaves, bias)
+    right = gold(hidden, weight, bias, labels, Objective(), upstream=1.0)
+    assert relative_error(value, right["loss"]) < 1e-5
+    for gradient, name in zip(torch.autograd.grad(value, leaves), ("dhidden", "dweight"), strict=True):
+        assert relative_error(gradient, right[name]) < 2e-5
+
+
+def test_a_weight_with_a_nan_gives_nan_without_computing_rows_again(monkeypatch):
+    hidden, weight, _, labels = make_head(40, 300, 32)
+    weight[7, 3] = float("nan")
+    labels[labels == 7] = 8
+    monkeypatch.setattr(row_sums, "maximum_and_sum", None)  # a program that came there would fail
+    assert torch.isnan(linear_cross_entropy(hidden.requires_grad_(), weight, labels, chunk=16))

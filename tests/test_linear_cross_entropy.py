@@ -444,3 +444,37 @@ for backend in (naive, inplace, lambda *tensors: fused(*tensors, chunk=4)):
     labels = (7, -1, 2**31, 15)
     assert done.stdout.splitlines() == 3 * [f"label {v} is out of range for a vocabulary of 7" for v in labels]
     assert done.returncode == 0, done.stderr
+
+
+def test_int32_labels_count_as_int64_ones_do():
+    """2**32 is 0 in 32 bits."""
+    hidden, weight, _, labels = make_head(33, 40, 16)
+    labels[:10] = 0
+    labels = labels.clamp(min=0)
+    options = {"ignore_index": 2**32, "chunk": 8}
+    losses = [linear_cross_entropy(hidden, weight, own, **options) for own in (labels, labels.int())]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("schedule", ["tokens", "vocab"])
+def test_the_default_dtype_changes_nothing(schedule):
+    hidden, weight, _, labels = make_head(33, 40, 16)
+    leaf = hidden.requires_grad_()
+
+    def run():
+        loss = linear_cross_entropy(leaf, weight, labels, chunk=8, schedule=schedule)
+        return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+    right = run()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = run()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(map(torch.equal, found, right))
+
+
+def test_a_width_of_zero_is_refused():
+    with pytest.raises(ValueError, match="is empty"):
+        linear_cross_entropy(torch.zeros(3, 0), torch.zeros(5, 0), torch.zeros(3, dtype=torch.int64))

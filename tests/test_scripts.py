@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import ROOT, overrides, read_curve, read_record
 
 # Runs a script with a training step that is replaced by the code in argv[1].
@@ -307,3 +308,11 @@ def test_plan_refuses_what_it_cannot_predict(tmp_path, options, message):
     result = script(tmp_path, "plan", *options)
     assert result.returncode == 2
     assert f"plan.py: error: {message}" in result.stderr.replace("In 'train': ", "")
+
+
+def test_plan_measures_the_present_device(tmp_path):
+    result = script(tmp_path, "plan", "--device", "present", "--seq-len", "64", "--batch-size", "1")
+    assert result.returncode == 0, result.stderr
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not torch.cuda.is_available():
+        assert f"cpu, {0.95 * memory / 2**30:.1f} GiB usable" in result.stdout

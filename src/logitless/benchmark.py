@@ -146,9 +146,8 @@ def _predicted(loss: Loss, case: Case) -> dict:
         return {}
     grads = (False,) * 3 if loss.func is evaluation else (True, True, False)
     head = plan.Head(*case.shape, case.dtype, case.weight_dtype, grads=grads)
-    limits = {"schedule": "tokens" if "chunk" in loss.keywords else "auto"} | loss.keywords
     try:
-        return {"plan": asdict(plan.plan(head, devices.present_device(str(case.device)), **limits))}
+        return {"plan": asdict(plan.plan(head, devices.present_device(str(case.device)), **loss.keywords))}
     except ValueError:  # nothing fits, and the row has the reason
         return {}
 

@@ -73,7 +73,7 @@ class Step:
     Args:
         model: dropout must be 0.
         precision: a key of DTYPES.
-        chunk: rows of logits alive at once in `fused`; None to let kernels.plan choose.
+        chunk: rows of logits alive at once in `fused`; "auto" to let kernels.plan choose.
         budget_mib: the largest transient of `fused`, or None, as in kernels.plan.
     """
 
@@ -82,7 +82,7 @@ class Step:
     seq_len: int
     batch_size: int
     precision: str
-    chunk: int | None = None
+    chunk: int | str = "auto"
     budget_mib: float | None = None
 
     def __post_init__(self):
@@ -184,9 +184,7 @@ def longest(step: Step, backend: str) -> int:
 
 def head_plan(step: Step) -> Plan:
     """What `fused` does at the end of the model. Raises ValueError if nothing fits into the budget."""
-    schedule = "auto" if step.chunk is None else "tokens"
-    options = {"budget_mib": step.budget_mib, "chunk": step.chunk, "schedule": schedule}
-    return plan.plan(_head(step), step.device, **options)
+    return plan.plan(_head(step), step.device, budget_mib=step.budget_mib, chunk=step.chunk)
 
 
 def _head(step: Step) -> plan.Head:
@@ -206,7 +204,7 @@ def _head_bytes(step: Step, backend: str) -> tuple[int, int]:
         forward, on_cpu = chosen.peak_bytes, _cpu_bytes(step, chosen.chunk)
         if chosen.schedule == "vocab":  # forward makes dhidden only
             only_hidden = replace(_head(step), grads=(True, False, False))
-            forward = plan.predict(only_hidden, step.device, schedule="tokens", chunk=chosen.chunk).peak_bytes
+            forward = plan.predict(only_hidden, step.device, schedule="vocab", chunk=chosen.chunk).peak_bytes
         return hidden + forward + on_cpu, chosen.peak_bytes + on_cpu
     kept = size * n * d + (size * v * d if step.casts else 0)
     forward = kept + (hidden if step.casts else 0)

@@ -88,14 +88,14 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
         hidden_dtype=weight_dtype,
         grads=(True, True, has_bias),
         has_bias=has_bias,
-        lacking="label smoothing" if objective.label_smoothing else "softcap" if objective.softcap else "",
+        lacking=plan.lacking(objective.label_smoothing, objective.softcap),
     )
     validation = replace(head, grads=(False, False, False))
-    limits = {"budget_mib": budget_mib, "chunk": None if chunk == "auto" else chunk}
+    limits = {"budget_mib": budget_mib, "chunk": chunk}
     present = devices.present_device(str(device))
     try:
-        chosen = plan.plan(head, present, **limits, schedule="auto" if chunk == "auto" else "tokens")
-        plan.plan(validation, present, **limits, schedule="tokens")
+        chosen = plan.plan(head, present, **limits)
+        plan.plan(validation, present, **limits)
     except ValueError as error:
         raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
     return chosen
