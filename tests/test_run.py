@@ -395,12 +395,13 @@ HEADS = {
 
 @pytest.fixture
 def plans_made(monkeypatch):
-    """What `plan.plan` is asked, as a set that a test may clear."""
+    """What `plan.plan` is asked and what it answers, as a set that a test may clear."""
     make, asked = plan.plan, set()
 
     def watched(head, device, **limits):
-        asked.add((head, device, *sorted(limits.items())))
-        return make(head, device, **limits)
+        made = make(head, device, **limits)
+        asked.add((head, device, limits["budget_mib"], limits["chunk"], made))
+        return made
 
     monkeypatch.setattr(plan, "plan", watched)
     return asked
