@@ -8,11 +8,11 @@ slabs, dhidden), and backward computes the logits again. `evaluate` has no gradi
 import torch
 from torch import Tensor
 
-from . import geometry, scaling, schedules
+from . import geometry, parts, scaling, schedules
 from .cross_entropy import refuse_double_backward
 from .gemm import multiprocessors
+from .parts import Gradients, Head
 from .reference import OBJECTIVE_SCHEMA, Objective
-from .schedules import Gradients, Head
 
 # What the ops take; the three tensors that may have gradients come first. `wanted` says which of these to make, and an
 # op returns an empty tensor for one that is not wanted.
@@ -34,7 +34,7 @@ def sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     The gradients are not cast yet, and lack the factor [1] that comes last.
     """
     *options, factor = rest
-    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
+    gradients = parts.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
     head, objective = _cast(hidden, weight, bias, compute_dtype), Objective(*options)
     if not any(wanted):
         rows, missing = schedules.row_results(head, labels, objective, chunk), factor
@@ -47,7 +47,7 @@ def sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
 
 @sums.register_fake
 def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
-    gradients = schedules.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
+    gradients = parts.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
     loss, cross_entropy, missing = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (), (1,)))
     return loss, cross_entropy, *_without_none(gradients, hidden), missing
 
@@ -116,7 +116,7 @@ def _(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
 
 def _dhidden_buffer(hidden: Tensor, weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     wanted = (True, False, False)
-    return schedules.empty_gradients(hidden, weight, None, wanted, hidden.shape[0], compute_dtype).hidden
+    return parts.empty_gradients(hidden, weight, None, wanted, hidden.shape[0], compute_dtype).hidden
 
 
 @torch.library.custom_op(
@@ -128,7 +128,7 @@ def _per_token_backward(dlosses, row_max, log_sum, hidden, weight, bias, labels,
     """The gradients that forward did not make, for the upstream gradients `dlosses` [N], in the inputs' dtypes."""
     *options, schedule = rest
     gradients, size = _backward_buffers(hidden, weight, bias, compute_dtype, chunk, wanted, schedule)
-    head, upstream = _cast(hidden, weight, bias, compute_dtype), schedules.Upstream(row_max, log_sum, dlosses)
+    head, upstream = _cast(hidden, weight, bias, compute_dtype), parts.Upstream(row_max, log_sum, dlosses)
     run = schedules.vocab_slabs if schedule == "vocab" else schedules.token_chunks_backward
     run(head, labels, Objective(*options), size, gradients, upstream)
     return _without_none(_to_input_dtypes(gradients, hidden, weight, bias), hidden)
@@ -143,11 +143,11 @@ def _(dlosses, row_max, log_sum, hidden, weight, bias, labels, compute_dtype, ch
 def _backward_buffers(hidden, weight, bias, compute_dtype, chunk, wanted, schedule) -> tuple[Gradients, int]:
     """Buffers to sum in, and the size of the schedule's parts."""
     if schedule == "tokens":
-        return schedules.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype), chunk
+        return parts.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype), chunk
     slab = geometry.slab_classes(chunk, hidden.shape[0], *weight.shape, multiprocessors(hidden.device))
     # A slab's rows of dweight are one sum, as in a single chunk.
     wanted, n_tokens = (False, *wanted[1:]), hidden.shape[0]
-    return schedules.empty_gradients(hidden, weight, bias, wanted, n_tokens, compute_dtype), slab
+    return parts.empty_gradients(hidden, weight, bias, wanted, n_tokens, compute_dtype), slab
 
 
 def _save_inputs(ctx, inputs, output):

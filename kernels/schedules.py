@@ -16,78 +16,19 @@ On a GPU nothing is allocated per part; what a schedule needs in all, `plan.py` 
 for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as a loop runs.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from . import gemm, geometry, row_anchors, row_kernels, row_sums, scaling
+from . import gemm, geometry, parts, row_anchors, row_kernels, row_sums, scaling
+from .parts import Gradients, Head, Upstream
 from .reference import Objective, Rows
-
-GEMM_ALIGNMENT = 8  # the last V % 8 classes go through GEMMs of their own
-
-
-class Head(NamedTuple):
-    """hidden [N, D], weight [V, D] and bias [V] or None, all in the dtype to compute in."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def part(self, tokens: slice, classes: slice = slice(None)) -> "Head":
-        bias = None if self.bias is None else self.bias[classes]
-        return Head(self.hidden[tokens], self.weight[classes], bias)
-
-
-class Gradients(NamedTuple):
-    """dhidden [N, D], dweight [V, D] and dbias [V]; None where not asked for."""
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-
-class Upstream(NamedTuple):
-    """What backward needs of each row, [N] fp32: max and log-sum as in Rows, and the upstream gradients."""
-
-    row_max: Tensor
-    log_sum: Tensor
-    dlosses: Tensor
-
-    def part(self, tokens: slice) -> "Upstream":
-        return Upstream(*(vector[tokens] for vector in self))
 
 
 def is_fused(head: Head, objective: Objective) -> bool:
     """Whether dlogits come out of the logits' own GEMM."""
     return objective.label_smoothing == 0 and objective.softcap is None and gemm.takes(head)
-
-
-def empty_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    wanted: Sequence[bool],
-    chunk: int,
-    compute_dtype: torch.dtype,
-) -> Gradients:
-    """Buffers for the wanted gradients in the dtypes to sum in.
-
-    That is fp32, or the dtype to compute in where it is also the input's, and where chunks add nothing to each other:
-    dhidden, and dweight of a single chunk. fp16 is always summed in fp32: the sum over all tokens may pass its range
-    where the mean, scaled in backward, does not.
-    """
-
-    def buffer(tensor: Tensor | None, is_wanted: bool, is_one_sum: bool) -> Tensor | None:
-        if tensor is None or not is_wanted:
-            return None
-        keeps_dtype = is_one_sum and tensor.dtype == compute_dtype != torch.float16
-        return tensor.new_empty(tensor.shape, dtype=tensor.dtype if keeps_dtype else torch.float32)
-
-    one_chunk = hidden.shape[0] <= chunk
-    return Gradients(*map(buffer, (hidden, weight, bias), wanted, (True, one_chunk, False)))
 
 
 def row_results(head: Head, labels: Tensor, objective: Objective, chunk: int, entropies: Tensor | None = None) -> Rows:
@@ -101,9 +42,9 @@ def row_results(head: Head, labels: Tensor, objective: Objective, chunk: int, en
     chunk *= geometry.STATISTICS_ROWS
     vocab, halves = len(head.weight), 2 * geometry.class_tiles(len(head.weight))
     label_logits, _ = row_anchors.anchors(*head, labels, objective)
-    buffer = _float_buffer(head, 3 * halves * min(chunk, len(labels)))
-    for part in _parts(len(labels), chunk):
-        partials = _view(buffer, halves, 3, part.stop - part.start)
+    buffer = parts.float_buffer(head, 3 * halves * min(chunk, len(labels)))
+    for part in parts.slices(len(labels), chunk):
+        partials = parts.view(buffer, halves, 3, part.stop - part.start)
         gemm.statistics(*head.part(part), labels[part], partials=partials)
         row_sums.merge_statistics(
             partials,
@@ -130,8 +71,8 @@ def token_chunks(
     ones = head.hidden.new_ones(min(chunk, len(labels)))
     for part, logits in _logits_of_chunks(head, chunk):
         row_kernels.forward_backward_rows_(logits, labels[part], objective, rows.slice(part))
-        _write_dhidden(head, gradients, part, logits)
-        _add_dweight(gradients, part, logits, head.hidden[part], ones[: len(logits)])
+        parts.write_dhidden(head, gradients, part, logits)
+        parts.add_dweight(gradients, part, logits, head.hidden[part], ones[: len(logits)])
     return rows, factor
 
 
@@ -142,16 +83,16 @@ def _fused_token_chunks(
     rows = Rows.empty(n_tokens, labels.device)
     label_logits, anchors = row_anchors.anchors(*head, labels, objective)
     chunk = min(chunk, n_tokens)
-    buffer, tiles = _logits_buffer(head, chunk, vocab), geometry.class_tiles(vocab)
+    buffer, tiles = parts.logits_buffer(head, chunk, vocab), geometry.class_tiles(vocab)
     block = geometry.dhidden_rows(chunk, width, gemm.multiprocessors(head.hidden.device))
     has_products = gradients.hidden is not None and gradients.hidden.dtype != torch.float32
     # Sums of tiles, and after these products for dhidden.
-    scratch = _float_buffer(head, max(tiles * chunk, has_products * block * width))
-    row_scales = _float_buffer(head, chunk)
+    scratch = parts.float_buffer(head, max(tiles * chunk, has_products * block * width))
+    row_scales = parts.float_buffer(head, chunk)
     scaled_buffer = None if gradients.weight is None else head.hidden.new_empty(chunk, width)
-    for part in _parts(n_tokens, chunk):
+    for part in parts.slices(n_tokens, chunk):
         own, n_rows = head.part(part), part.stop - part.start
-        exponentials, sums, scales = buffer[:n_rows], _view(scratch, tiles, n_rows), row_scales[:n_rows]
+        exponentials, sums, scales = buffer[:n_rows], parts.view(scratch, tiles, n_rows), row_scales[:n_rows]
         scaled_hidden = None if scaled_buffer is None else scaled_buffer[:n_rows]
         gemm.exponentials(*own, labels[part], anchors=anchors[part], out=exponentials, sums=sums)
         vectors = {"label_logits": label_logits[part], "anchors": anchors[part], "factor": factor}
@@ -159,7 +100,7 @@ def _fused_token_chunks(
         row_sums.finish_rows(exponentials, sums, own, labels[part], objective, **vectors, **outputs)
         if gradients.hidden is not None:
             _write_scaled_dhidden(gradients.hidden[part], exponentials, head.weight, scales, scratch, block)
-        _add_dweight(gradients, part, exponentials, scaled_hidden, scales)
+        parts.add_dweight(gradients, part, exponentials, scaled_hidden, scales)
     return rows
 
 
@@ -167,10 +108,10 @@ def _write_scaled_dhidden(
     dhidden: Tensor, exponentials: Tensor, weight: Tensor, row_scales: Tensor, scratch: Tensor, block: int
 ) -> None:
     """row_scales * (exponentials @ weight), by way of fp32 products, `block` rows at a time: rounded once."""
-    for rows in _parts(len(dhidden), block):
+    for rows in parts.slices(len(dhidden), block):
         own = dhidden[rows]
-        products = own if own.dtype == torch.float32 else _view(scratch, *own.shape)
-        _multiply_classes(exponentials[rows], weight, out=products)
+        products = own if own.dtype == torch.float32 else parts.view(scratch, *own.shape)
+        parts.multiply_classes(exponentials[rows], weight, out=products)
         scaling.scale_into(own, products, row_scales[rows])
 
 
@@ -180,10 +121,10 @@ def token_chunks_backward(
     """Fills `gradients`: the logits are computed again, chunk by chunk."""
     dlogits_of = _Dlogits(head, labels, objective, upstream, min(chunk, len(labels)), len(head.weight))
     ones = head.hidden.new_ones(min(chunk, len(labels)))
-    for part in _parts(len(labels), chunk):
+    for part in parts.slices(len(labels), chunk):
         dlogits = dlogits_of(part, slice(0, len(head.weight)))
-        _write_dhidden(head, gradients, part, dlogits)
-        _add_dweight(gradients, part, dlogits, head.hidden[part], ones[: len(dlogits)])
+        parts.write_dhidden(head, gradients, part, dlogits)
+        parts.add_dweight(gradients, part, dlogits, head.hidden[part], ones[: len(dlogits)])
 
 
 def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tuple[int, int], dhidden: Tensor) -> Rows:
@@ -192,15 +133,15 @@ def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tupl
     n_rows, n_classes = min(block[0], n_tokens), min(block[1], vocab)
     rows = Rows.empty(n_tokens, labels.device)
     label_logits, anchors = row_anchors.anchors(*head, labels, objective)
-    buffer = _logits_buffer(head, n_rows, n_classes)
+    buffer = parts.logits_buffer(head, n_rows, n_classes)
     tiles = geometry.class_tiles(vocab)
-    sums_buffer = _float_buffer(head, tiles * n_rows)
-    products_buffer = _float_buffer(head, n_rows * head.hidden.shape[1])
-    for part in _parts(n_tokens, n_rows):
+    sums_buffer = parts.float_buffer(head, tiles * n_rows)
+    products_buffer = parts.float_buffer(head, n_rows * head.hidden.shape[1])
+    for part in parts.slices(n_tokens, n_rows):
         n_own = len(labels[part])
-        sums = _view(sums_buffer, tiles, n_own)
-        products = _view(products_buffer, n_own, head.hidden.shape[1])
-        for classes in _parts(vocab, n_classes):
+        sums = parts.view(sums_buffer, tiles, n_own)
+        products = parts.view(products_buffer, n_own, head.hidden.shape[1])
+        for classes in parts.slices(vocab, n_classes):
             own, first_tile = head.part(part, classes), classes.start // geometry.TILE_CLASSES
             exponentials = buffer[:n_own, : len(own.weight)]
             gemm.exponentials(
@@ -211,7 +152,7 @@ def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tupl
                 sums=sums[first_tile : first_tile + geometry.class_tiles(len(own.weight))],
                 first_class=classes.start,
             )
-            _multiply_classes(exponentials, own.weight, out=products, add=classes.start > 0)
+            parts.multiply_classes(exponentials, own.weight, out=products, add=classes.start > 0)
         vectors = {"label_logits": label_logits[part], "anchors": anchors[part]}
         own = head.part(part)
         row_sums.finish_dhidden(
@@ -226,12 +167,12 @@ def vocab_slabs(
     """Fills dweight and dbias: the logits are computed again, `slab` classes at a time."""
     vocab, ones = len(head.weight), head.hidden.new_ones(1, len(labels))
     dlogits_of = _Dlogits(head, labels, objective, upstream, len(labels), min(slab, vocab))
-    for classes in _parts(vocab, slab):
+    for classes in parts.slices(vocab, slab):
         dlogits = dlogits_of(slice(0, len(labels)), classes)
         if gradients.weight is not None:
-            _matmul(dlogits.t(), head.hidden, out=gradients.weight[classes])
+            parts.matmul(dlogits.t(), head.hidden, out=gradients.weight[classes])
         if gradients.bias is not None:
-            _matmul(ones, dlogits, out=gradients.bias[None, classes])
+            parts.matmul(ones, dlogits, out=gradients.bias[None, classes])
 
 
 class _Dlogits:
@@ -241,7 +182,7 @@ class _Dlogits:
         self, head: Head, labels: Tensor, objective: Objective, upstream: Upstream, n_rows: int, n_classes: int
     ):
         self.head, self.labels, self.objective, self.upstream = head, labels, objective, upstream
-        self.buffer = _logits_buffer(head, n_rows, n_classes)
+        self.buffer = parts.logits_buffer(head, n_rows, n_classes)
         self.gradient_rows = None
         if is_fused(head, objective):
             self.gradient_rows = row_anchors.gradient_rows(*head, labels, objective, **upstream._asdict())
@@ -253,7 +194,7 @@ class _Dlogits:
             rows = {name: vector[tokens] for name, vector in self.gradient_rows.items()}
             gemm.gradients(*part, labels, **rows, out=dlogits, first_class=classes.start)
         else:
-            _write_logits(part, dlogits)
+            parts.write_logits(part, dlogits)
             vectors = self.upstream.part(tokens)._asdict()
             place = {"first_class": classes.start, "vocab": len(self.head.weight)}
             row_kernels.backward_rows(dlogits, labels, self.objective, **vectors, dlogits=dlogits, **place)
@@ -262,71 +203,9 @@ class _Dlogits:
 
 def _logits_of_chunks(head: Head, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """Yields each slice of tokens and its logits [<= chunk, V], always in the same buffer."""
-    buffer = _logits_buffer(head, min(chunk, len(head.hidden)), len(head.weight))
-    for part in _parts(len(head.hidden), chunk):
+    buffer = parts.logits_buffer(head, min(chunk, len(head.hidden)), len(head.weight))
+    for part in parts.slices(len(head.hidden), chunk):
         own = head.part(part)
         logits = buffer[: len(own.hidden)]
-        _write_logits(own, logits)
+        parts.write_logits(own, logits)
         yield part, logits
-
-
-def _parts(length: int, size: int) -> list[slice]:
-    """Slices of at most `size`; of nothing, one that is empty, so that a loop over it makes gradients of zero."""
-    return [slice(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
-
-
-def _logits_buffer(head: Head, n_rows: int, n_classes: int) -> Tensor:
-    return head.weight.new_empty(n_rows, geometry.padded(n_classes))[:, :n_classes]
-
-
-def _float_buffer(head: Head, size: int) -> Tensor:
-    return head.weight.new_empty(size, dtype=torch.float32)
-
-
-def _view(buffer: Tensor, *shape: int) -> Tensor:
-    return buffer[: math.prod(shape)].view(shape)
-
-
-def _write_logits(head: Head, out: Tensor) -> None:
-    for classes in _aligned_parts(len(head.weight)):
-        weight, part = head.weight[classes].t(), out[:, classes]
-        if head.bias is None:
-            torch.mm(head.hidden, weight, out=part)
-        else:
-            torch.addmm(head.bias[classes], head.hidden, weight, out=part)
-
-
-def _aligned_parts(vocab: int) -> list[slice]:
-    """All classes, as a slice whose length suits the GEMM and a slice with the few that are left, if any."""
-    aligned = vocab // GEMM_ALIGNMENT * GEMM_ALIGNMENT
-    return [part for part in (slice(0, aligned), slice(aligned, vocab)) if part.start < part.stop]
-
-
-def _write_dhidden(head: Head, gradients: Gradients, part: slice, dlogits: Tensor) -> None:
-    if gradients.hidden is not None:
-        _multiply_classes(dlogits, head.weight, out=gradients.hidden[part])
-
-
-def _add_dweight(gradients: Gradients, part: slice, dlogits: Tensor, hidden: Tensor | None, row_scales: Tensor) -> None:
-    """Adds a chunk: dweight from `hidden` [C, D], not read if no dweight is wanted; dbias by `row_scales` [C]."""
-    if gradients.weight is not None:
-        _matmul(dlogits.t(), hidden, out=gradients.weight, add=part.start > 0)
-    if gradients.bias is not None:
-        _matmul(row_scales.to(dlogits.dtype)[None], dlogits, out=gradients.bias[None], add=part.start > 0)
-
-
-def _multiply_classes(dlogits: Tensor, weight: Tensor, *, out: Tensor, add: bool = False) -> None:
-    """`out` = dlogits @ weight, plus `out` if `add`."""
-    for classes in _aligned_parts(dlogits.shape[1]):
-        _matmul(dlogits[:, classes], weight[classes], out=out, add=add or classes.start > 0)
-
-
-def _matmul(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
-    """`out` = a @ b, plus `out` if `add`: summed in fp32, then rounded to the dtype of `out`."""
-    options = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    if options and not a.is_cuda:  # CPU tensors have no out_dtype
-        a, b, options = a.to(out.dtype), b.to(out.dtype), {}
-    if add:
-        torch.addmm(out, a, b, out=out, **options)
-    else:
-        torch.mm(a, b, out=out, **options)

@@ -24,7 +24,7 @@ from heads import (
 from tiny import ROOT
 from torch import distributed
 
-from kernels import reference, schedules
+from kernels import parts, reference
 from kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sums,
@@ -164,9 +164,9 @@ def test_gradients_come_exactly_where_they_are_asked_for(wanted, reduction, monk
     hidden, weight, bias, labels = make_head(7, 33, 5, bias=True)
     leaves = [t.clone().requires_grad_(want) for t, want in zip((hidden, weight, bias), wanted, strict=True)]
     made = []
-    original = schedules._matmul
+    original = parts.matmul
     monkeypatch.setattr(
-        schedules, "_matmul", lambda a, b, *, out, add=False: (made.append(out.shape), original(a, b, out=out, add=add))
+        parts, "matmul", lambda a, b, *, out, add=False: (made.append(out.shape), original(a, b, out=out, add=add))
     )
     loss = linear_cross_entropy(*leaves[:2], labels, linear_bias=leaves[2], chunk=3, reduction=reduction)
     assert loss.requires_grad == any(wanted)
@@ -182,7 +182,7 @@ def test_gradients_come_exactly_where_they_are_asked_for(wanted, reduction, monk
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_no_grad_makes_no_gradient(reduction, monkeypatch):
     hidden, weight, _, labels = make_head(7, 33, 5)
-    monkeypatch.setattr(schedules, "_matmul", lambda *args, **kwargs: pytest.fail("a gradient was made"))
+    monkeypatch.setattr(parts, "matmul", lambda *args, **kwargs: pytest.fail("a gradient was made"))
     with torch.no_grad():
         loss = linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, reduction=reduction)
     assert not loss.requires_grad

@@ -13,7 +13,7 @@ from heads import MIB
 from tiny import ROOT
 from torch import nn
 
-from kernels import gemm, geometry, head_ops, plan, row_anchors, row_kernels, row_sums, scaling, schedules
+from kernels import gemm, geometry, head_ops, parts, plan, row_anchors, row_kernels, row_sums, scaling
 from kernels.devices import DEVICES
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_evaluation
 from kernels.plan import Head, predict
@@ -57,7 +57,7 @@ def without_arithmetic(monkeypatch):
     for module in (row_kernels, gemm, row_anchors, row_sums, scaling):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoKernel())
-    monkeypatch.setattr(schedules, "_matmul", lambda a, b, *, out, add=False: None)  # a GPU's need no casts
+    monkeypatch.setattr(parts, "matmul", lambda a, b, *, out, add=False: None)  # a GPU's need no casts
     monkeypatch.setattr(torch, "mm", lambda a, b, *, out: out)
     monkeypatch.setattr(torch, "addmm", lambda bias, a, b, *, out: out)
 
