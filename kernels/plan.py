@@ -176,9 +176,7 @@ def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
         flops=sum(gemm.flops() for gemm in gemms),
         bytes_moved=passes + sum(gemm.count * gemm.bytes for gemm in gemms),
         predicted_ms=1000 * seconds,
-        dlogits=f"by a kernel over the logits, because of {why_not}"
-        if why_not
-        else "in the epilogue of the logits' GEMM",
+        dlogits=f"by a kernel over the logits ({why_not})" if why_not else "in the epilogue of the logits' GEMM",
     )
 
 

@@ -12,8 +12,9 @@ Both have two ways to dlogits. The plain one: a cuBLAS GEMM, then the kernel of 
 fused one, where `gemm.py` takes the head and the objective is plain (`is_fused`): no pass over the logits but the
 GEMM's own; its dlogits lack a factor for each row (`row_sums.py`), which goes into the operands of the other GEMMs.
 
-On a GPU nothing is allocated per part; what a schedule needs in all, `plan.py` counts. fp16 inputs need fp32 buffers
-for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as a loop runs.
+On a GPU nothing but a vector for dbias is allocated per part; what a schedule needs in all, `plan.py` counts. fp16
+inputs need fp32 buffers for all their gradients. Under autocast, fp32 inputs are copied to bf16 for as long as a loop
+runs.
 """
 
 from collections.abc import Iterator
