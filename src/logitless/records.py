@@ -1,7 +1,12 @@
-"""Records: facts of a run as one line of JSON, appended to record.jsonl in the run's folder; and the reader of many."""
+"""Records: facts of a run as lines of JSON in record.jsonl of the run's folder; and the reader of many.
+
+A run appends a line with status "started" when it starts and one with "ok", "oom" or "error" when it ends. The last
+line is its record: a run that was killed leaves "started", until the sweep that it belonged to says how it ended.
+"""
 
 import json
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -10,15 +15,19 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # 2 s that a sweep's own process does without
 
 FILE_NAME = "record.jsonl"
 PACKAGES = ("triton", "lightning", "hydra-core", "wandb", "tokenizers")
 
 
-def new_record(config: dict, device: torch.device) -> dict:
+def new_record(config: dict, device: "torch.device") -> dict:
     """What is known before a run starts: its config, the versions and the device."""
+    import torch
+
     packages = {name: package_version(name) for name in PACKAGES}
     return {
         "status": "started",
@@ -34,30 +43,51 @@ def new_record(config: dict, device: torch.device) -> dict:
 def append_line(record: dict, path: Path) -> None:
     """Writes the record to a file of JSON lines in one write, after any that are there, and makes its folder.
 
-    Numbers that are not finite become null.
+    Numbers that are not finite become null. A line that somebody left unfinished keeps its place.
     """
     finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as stream:
-        stream.write(json.dumps(finite) + "\n")
+    with open(path, "ab+") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(size - 1, 0))
+        is_cut = stream.read() not in (b"", b"\n")
+        stream.write(b"\n" * is_cut + json.dumps(finite).encode() + b"\n")
 
 
 def read_records(paths: Iterable[Path]) -> list[dict]:
-    """All records in files or below folders, each with its folder as `run_dir`; stderr names broken lines.
+    """The records of runs, and rows of the benchmark, in files or below folders; stderr names broken lines.
+
+    Each has its folder as `run_dir`. Of a run's lines the last whole one counts, of a benchmark's each.
 
     Raises:
         OSError: for a file that cannot be read.
     """
-    records = []
-    for path in paths:
-        for file in sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]:
-            for line in file.read_text(errors="replace").splitlines():
-                try:
-                    record = json.loads(line, parse_constant=lambda name: None)
-                    records.append(record | {"run_dir": str(file.parent)})  # TypeError unless it is a dictionary
-                except (TypeError, ValueError):
-                    print(f"{file}: skipped a broken line", file=sys.stderr)
-    return records
+    files = (file for path in paths for file in (sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]))
+    return [record for file in dict.fromkeys(files) for record in _records(file)]
+
+
+def read_record(run_dir: Path) -> dict | None:
+    """The record of the run in `run_dir`, or None if it has not got so far; stderr names broken lines."""
+    file = run_dir / FILE_NAME
+    records = _records(file) if file.is_file() else []
+    return records[-1] if records else None
+
+
+def _records(file: Path) -> list[dict]:
+    """The rows of a benchmark in the order of the file, then the run's record if it holds one."""
+    rows, run = [], []
+    for line in file.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line, parse_constant=lambda name: None)
+            record |= {"run_dir": str(file.parent)}  # TypeError unless it is a dictionary
+        except (TypeError, ValueError):
+            print(f"{file}: skipped a broken line", file=sys.stderr)
+            continue
+        if "method" in record:
+            rows.append(record)
+        else:
+            run = [record]
+    return rows + run
 
 
 def lacks(record: dict, kinds: dict[str, type]) -> list[str]:
