@@ -12,9 +12,10 @@ from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
+from logitless.job import prepare
 from logitless.memory import is_out_of_memory
 from logitless.records import FILE_NAME
-from logitless.run import prepare, train
+from logitless.run import train
 
 OVERRIDES = "overrides.yaml"
 

@@ -9,7 +9,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from tiny import BACKENDS, ROOT, compose, overrides, tiny
 
-from logitless import run
+from logitless import job, run
 from logitless.config import check_train_config
 
 GROUPS = {
@@ -133,7 +133,7 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "named"), REFUSED)
 def test_a_wrong_value_is_refused_by_name_before_a_model_is_built(override, named, tmp_path):
     with pytest.raises(ValueError, match=re.escape(named)):
-        run.prepare(tiny(tmp_path, override))
+        job.prepare(tiny(tmp_path, override))
 
 
 @pytest.mark.usefixtures("nothing_is_built")
@@ -143,22 +143,22 @@ def test_a_budget_must_suffice_for_training_and_for_validation(budget_mib, tmp_p
     shape = ("seq_len=192", "model.padded_vocab_size=6400", "tokenizer.vocab_size=300")
     config = tiny(tmp_path, "chunk=auto", f"budget_mib={budget_mib}", *shape)
     if budget_mib == 4.0:
-        assert run.prepare(config).plan.transient_bytes <= 4.0 * 2**20
+        assert job.prepare(config).plan.transient_bytes <= 4.0 * 2**20
     else:
         with pytest.raises(ValueError, match=re.escape(f"budget_mib={budget_mib} with chunk=auto")):
-            run.prepare(config)
+            job.prepare(config)
 
 
 def test_no_backend_but_fused_minds_a_budget(tmp_path):
     for name in set(BACKENDS) - {"fused"}:
-        run.prepare(tiny(tmp_path, f"loss={name}", "budget_mib=1e-3"))
+        job.prepare(tiny(tmp_path, f"loss={name}", "budget_mib=1e-3"))
 
 
 @pytest.mark.usefixtures("nothing_is_built")
 def test_a_missing_path_is_refused_by_name(tmp_path):
     given = [override for override in overrides(tmp_path) if not override.startswith("data.path")]
     with pytest.raises(ValueError, match=r"data\.path must be given"):
-        run.prepare(compose(*given))
+        job.prepare(compose(*given))
 
 
 def test_an_unknown_loss_is_refused_with_the_list_of_those_that_exist():

@@ -11,6 +11,8 @@ import torch
 import wandb
 from tiny import ROOT, overrides, read_curve, read_record, tiny, train
 
+from logitless import run
+from logitless.job import prepare
 from logitless.loggers import Loggers
 from logitless.module import LanguageModel
 
@@ -31,6 +33,26 @@ def test_a_run_is_finished_with_its_config_its_facts_and_its_curves(tmp_path):
         assert run["summary"][name] == record[name], name
     assert run["summary"]["train/loss"] == pytest.approx(read_curve(tmp_path / "run", "train/loss")[4])
     assert run["summary"]["trainer/global_step"] == 4
+
+
+def test_the_summary_holds_the_best_losses_and_the_worst_peak(tmp_path):
+    train(tiny(tmp_path, "logger=wandb", "lr=10", "max_steps=6"), tmp_path / "run")
+    (summary,) = (run["summary"] for run in offline_runs(tmp_path / "run"))
+    for name, extreme in (("val/loss", min), ("val/accuracy", max), ("memory/peak_live_tensor_gib", max)):
+        values = read_curve(tmp_path / "run", name).values()
+        assert summary[name] == {extreme.__name__: pytest.approx(extreme(values))}, name
+    assert min(read_curve(tmp_path / "run", "val/loss").values()) < summary["val_loss"], "the last is not the best"
+
+
+@pytest.mark.parametrize(("given", "group"), [([], "sweep"), (["logger.group=mine"], "mine")])
+def test_the_runs_of_a_sweep_are_a_group_unless_another_is_given(given, group, tmp_path, monkeypatch):
+    server = FakeServer(monkeypatch, is_reachable=True)
+    job = prepare(tiny(tmp_path, "logger=wandb", "max_steps=1", *given))
+    run.train(job, tmp_path / "run", ["loss=fused"], str(tmp_path / "sweep"))
+    ((_, options),) = server.calls
+    assert (options["group"], options["name"], options["tags"]) == (group, "fused-c1024-T8", ["fused"])
+    record = read_record(tmp_path / "run")
+    assert (record["overrides"], record["sweep"]) == (["loss=fused"], str(tmp_path / "sweep"))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels import plan
 from logitless import run
 from logitless.generation import load_checkpoint
+from logitless.job import loss_plan, prepare
 from logitless.loggers import Loggers
 from logitless.model import GPT, GPTConfig
 from logitless.module import LanguageModel
@@ -412,7 +413,7 @@ def plans_made(monkeypatch):
 def test_the_plan_of_a_run_is_that_of_the_calls_it_makes_and_is_printed_and_recorded(
     overrides, precision, tmp_path, plans_made, capsys, monkeypatch
 ):
-    job = run.prepare(tiny(tmp_path, *overrides, f"precision={precision}"))
+    job = prepare(tiny(tmp_path, *overrides, f"precision={precision}"))
     foreseen = set(plans_made)
     plans_made.clear()
     logged = []
@@ -428,7 +429,7 @@ def test_mixed_fp16_computes_in_fp16_from_hidden_states_and_weights_in_fp32(tmp_
     config = OmegaConf.to_container(tiny(tmp_path, "chunk=auto", "budget_mib=1"), resolve=True)
     config["model"]["padded_vocab_size"] = 320
     loss = hydra.utils.instantiate(config["loss"])
-    run.loss_plan(config, loss, torch.device("cpu"), "16-mixed")
+    loss_plan(config, loss, torch.device("cpu"), "16-mixed")
     foreseen = set(plans_made)
     plans_made.clear()
     gpt, tokens = GPT(GPTConfig(**config["model"])), torch.zeros(2, 8, dtype=torch.int64)

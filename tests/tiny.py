@@ -9,7 +9,7 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from logitless import run
+from logitless import job, run
 
 torch.set_num_threads(1)  # tensors this small gain nothing from threads, which on busy cores wait 40 times as long
 
@@ -52,12 +52,13 @@ def tiny(tmp_path: Path, *more: str) -> DictConfig:
 
 
 def train(config: DictConfig, run_dir: Path) -> dict:
-    return run.train(run.prepare(config), run_dir)
+    return run.train(job.prepare(config), run_dir)
 
 
 def read_record(run_dir: Path) -> dict:
-    """The only record in `run_dir`."""
-    (line,) = (run_dir / "record.jsonl").read_text().splitlines()
+    """The record in `run_dir`, the last of its two lines."""
+    started, line = (run_dir / "record.jsonl").read_text().splitlines()
+    assert json.loads(started)["status"] == "started"
     return json.loads(line)
 
 

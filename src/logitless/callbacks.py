@@ -1,4 +1,4 @@
-"""What is measured while a run trains, peak memory and speed, and the bar that shows it."""
+"""What is observed while a run trains: where it is, peak memory and speed, and the bar that shows them."""
 
 import time
 
@@ -7,6 +7,25 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from logitless.memory import CudaMeter, LiveTensorMeter
+
+
+class Position(pl.Callback):
+    """Where the run is, for the record of one that fails: optimizer step 1, 2, ... and what it is doing there."""
+
+    def __init__(self):
+        self.step, self.phase = 0, "setup"
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        self.step, self.phase = trainer.global_step + 1, "forward"
+
+    def on_before_backward(self, trainer, module, loss) -> None:
+        self.phase = "backward"
+
+    def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+        self.phase = "optimizer"
+
+    def on_validation_start(self, trainer, module) -> None:
+        self.phase = "validation"
 
 
 class PeakMemory(pl.Callback):

@@ -62,6 +62,7 @@ TRAIN = {
     "precision": _choice("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true"),
     "chunk": Rule(f"{COUNT.words}, or auto", lambda value: value == "auto" or COUNT.holds(value)),
     "budget_mib": _or_null(_number("> 0", lambda value: value > 0)),
+    "memory_limit_gib": _or_null(_number("> 0", lambda value: value > 0)),
     "ignore_index": Rule("an integer", lambda value: type(value) is int),
     "label_smoothing": _number("in [0, 1)", lambda value: 0 <= value < 1),
     "z_loss": _number(">= 0", lambda value: value >= 0),
@@ -75,7 +76,7 @@ TRAIN = {
     "log_every": COUNT,
     "val_every": COUNT,
     "val_batches": COUNT,
-    "checkpoint_every": COUNT,
+    "checkpoint_every": _or_null(COUNT),
     "seed": _integer(0, 2**32 - 1),
     "cache_dir": Rule("a folder", lambda value: isinstance(value, str)),
     "model.n_layers": COUNT,
@@ -84,6 +85,7 @@ TRAIN = {
     "model.tied": FLAG,
     "model.head_bias": FLAG,
     "model.dropout": _number("in [0, 1]", lambda value: 0 <= value <= 1),
+    "model.checkpoint": FLAG,
     "model.padded_vocab_size": _or_null(
         Rule("a positive multiple of 64", lambda value: type(value) is int and value > 0 and value % 64 == 0)
     ),

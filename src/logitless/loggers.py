@@ -5,6 +5,8 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
+PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_live_tensor_gib")  # W&B takes no summary of a pattern
+SUMMARIES = {"val/loss": "min", "val/accuracy": "max"} | {f"memory/{name}": "max" for name in PEAKS}
 INIT_TIMEOUT_S = 20  # an unreachable server costs a few times this before the run goes offline
 
 
@@ -64,7 +66,8 @@ def _start_wandb(settings: dict, run_dir: Path, run_name: str, backend: str, con
         run = wandb.init(**arguments, mode="offline", settings=settings)
     run.define_metric("tokens")
     run.define_metric("*", step_metric="trainer/global_step")
-    run.define_metric("val/loss", summary="min", step_metric="trainer/global_step")
+    for name, best_or_worst in SUMMARIES.items():
+        run.define_metric(name, summary=best_or_worst, step_metric="trainer/global_step")
     return run
 
 

@@ -136,6 +136,17 @@ def _silent_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
+def allocator(device: torch.device) -> dict[str, str | float]:
+    """The allocator's settings, and the memory that the device has, and has free, in GiB."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if device.type == "cuda" else ()  # the newer name first
+    settings = next((os.environ[name] for name in names if name in os.environ), "")
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        free, total = (os.sysconf("SC_PAGE_SIZE") * os.sysconf(f"SC_{name}_PAGES") for name in ("AVPHYS", "PHYS"))
+    return {"settings": settings, "free_gib": free / GIB, "total_gib": total / GIB}
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the allocator itself refused: any other error, whatever its text says of CUDA, is an error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -1,108 +1,34 @@
-"""One training run: checks a composed configuration, trains, and writes the record."""
+"""One training run: trains, and writes the record."""
 
 import logging
 import math
 import traceback
 import warnings
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
-import hydra
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import DictConfig, OmegaConf
 
-from kernels import devices, plan
-from logitless import losses, memory
-from logitless.callbacks import PeakMemory, ProgressBar, Throughput
-from logitless.config import check_train_config
-from logitless.data import Corpus, TextData, load_corpus
-from logitless.footprint import DTYPES
+from logitless import memory
+from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
+from logitless.data import Corpus, TextData
 from logitless.generation import complete
+from logitless.job import LAST_CHECKPOINT, Job
 from logitless.loggers import Loggers
-from logitless.model import GPTConfig, padded_vocab_size
 from logitless.module import LanguageModel
 from logitless.records import FILE_NAME, append_line, new_record
 
-LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
+def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep: str | None = None) -> dict:
+    """Trains and returns the record; `run_dir`/record.jsonl gets it too, when it starts and when it ends or fails.
 
-class Job(NamedTuple):
-    """A run that may start: its configuration as plain containers, its text and loss, where and how it computes.
-
-    `plan` is that of the loss of a micro-batch in training, None for a backend that makes none.
-    """
-
-    config: dict
-    corpus: Corpus
-    loss: partial
-    device: torch.device
-    precision: str
-    plan: plan.Plan | None
-
-
-def prepare(config: DictConfig) -> Job:
-    """Checks a composed configuration and loads its text; builds no model and writes nothing but the cache.
-
-    Raises:
-        ValueError: a value that no run can have, by its key.
-        RuntimeError: a data set or tokenizer that is neither cached nor within reach.
-    """
-    check_train_config(config)
-    if config.resume is not None and not (Path(config.resume) / LAST_CHECKPOINT).is_file():
-        raise ValueError(
-            f"resume={config.resume}: no {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
-        )
-    device = _device(config.trainer.accelerator)
-    precision = resolve_precision(config.precision, device)
-    plain = OmegaConf.to_container(config, resolve=True)
-    corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
-    vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
-    plain["model"]["padded_vocab_size"] = vocab
-    GPTConfig(**plain["model"])  # refuses a shape that cannot be built
-    loss = hydra.utils.instantiate(config.loss)
-    return Job(plain, corpus, loss, device, precision, loss_plan(plain, loss, device, precision))
-
-
-def loss_plan(config: dict, loss: partial, device: torch.device, precision: str) -> plan.Plan | None:
-    """The plan by which `fused` computes the loss and the gradients of a micro-batch; None for another backend.
-
-    Raises:
-        ValueError: nothing fits into budget_mib, in training or in validation.
-    """
-    if loss.func is not losses.fused:
-        return None
-    objective, chunk, budget_mib = (loss.keywords[name] for name in ("objective", "chunk", "budget_mib"))
-    dtype, weight_dtype = DTYPES[precision]
-    has_bias = config["model"]["head_bias"]
-    head = plan.Head(
-        n_tokens=config["batch_size"] * config["seq_len"],
-        vocab=config["model"]["padded_vocab_size"],
-        width=config["model"]["width"],
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        # That of the final norm: under autocast the embedding is fp32, so is bf16 added to it, and so its RMSNorm.
-        hidden_dtype=weight_dtype,
-        grads=(True, True, has_bias),
-        has_bias=has_bias,
-        lacking=plan.lacking(objective.label_smoothing, objective.softcap),
-    )
-    validation = replace(head, grads=(False, False, False))
-    limits = {"budget_mib": budget_mib, "chunk": chunk}
-    present = devices.present_device(str(device))
-    try:
-        chosen = plan.plan(head, present, **limits)
-        plan.plan(validation, present, **limits)
-    except ValueError as error:
-        raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
-    return chosen
-
-
-def train(job: Job, run_dir: Path) -> dict:
-    """Trains and returns the record; `run_dir`/record.jsonl gets it too, also when training fails.
+    Args:
+        job: what to train.
+        run_dir: the run's folder.
+        overrides: what the configuration was composed with, for the record.
+        sweep: the folder of the sweep that the run belongs to, which W&B groups its runs by; None for a single run.
 
     Raises:
         Exception: what made the run fail, after its record was written with status "oom" or "error" and, for the
@@ -112,10 +38,16 @@ def train(job: Job, run_dir: Path) -> dict:
     run_dir.mkdir(parents=True, exist_ok=True)
     _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
-    record = new_record(config, job.device) | {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
-    record |= {"plan": None if job.plan is None else asdict(job.plan)}
-    record |= {"precision": job.precision, **{name: config[name] for name in ("seq_len", "batch_size", "resume")}}
-    loggers = Loggers(config["logger"], run_dir, run_name(record), record["backend"], config)
+    record = new_record(config, job.device) | {"overrides": list(overrides), "sweep": sweep}
+    record |= {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
+    record |= {"plan": None if job.plan is None else asdict(job.plan), "precision": job.precision}
+    record |= {name: config[name] for name in ("seq_len", "batch_size", "memory_limit_gib", "resume")}
+    record |= {"memory_limit": job.limit and job.limit.means, "allocator": memory.allocator(job.device)}
+    append_line(record, run_dir / FILE_NAME)
+    settings = config["logger"]
+    if sweep and settings.get("group", "") is None:
+        settings = settings | {"group": Path(sweep).name}
+    loggers = Loggers(settings, run_dir, run_name(record), record["backend"], config)
     record["curves"] = str(loggers.curves)
     try:
         _fit(job, loggers, run_dir, record)
@@ -154,7 +86,7 @@ def run_name(record: dict) -> str:
 
 def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
-    config, corpus, loss, device, precision, _ = job
+    config, corpus, loss, device, precision, _, limit = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
@@ -164,31 +96,34 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     print(first_lines(job, record, run_dir))
 
     meter = memory.meter(module, device)
-    peaks, throughput = PeakMemory(meter), Throughput()
-    trainer = _trainer(config, precision, loggers, run_dir, callbacks=[throughput, peaks])
+    position, peaks, throughput = Position(), PeakMemory(meter), Throughput()
+    callbacks = [position, throughput, peaks, *([limit] if limit else [])]
+    trainer = _trainer(config, precision, loggers, run_dir, callbacks)
     resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
     try:
         with meter:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
+    except BaseException:
+        record |= {"step": position.step, "phase": position.phase}
+        raise
     finally:
         record |= {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
         record |= {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
-    trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
-    record["checkpoint"] = str(LAST_CHECKPOINT)
+    if config["checkpoint_every"] is not None:
+        trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
+        record["checkpoint"] = str(LAST_CHECKPOINT)
     is_finite = math.isfinite(module.losses["val_loss"])
     record["sample"] = sample(module.to(device), corpus, config) if is_finite else None
 
 
 def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
-    checkpoint = ModelCheckpoint(
-        run_dir / LAST_CHECKPOINT.parent,
-        every_n_train_steps=config["checkpoint_every"],
-        save_top_k=0,
-        save_last=True,
-        enable_version_counter=False,
-    )
+    every = config["checkpoint_every"]
+    if every is not None:
+        folder = run_dir / LAST_CHECKPOINT.parent
+        options = {"save_top_k": 0, "save_last": True, "enable_version_counter": False}
+        callbacks = [*callbacks, ModelCheckpoint(folder, every_n_train_steps=every, **options)]
     return pl.Trainer(
         **config["trainer"],
         devices=1,
@@ -201,7 +136,8 @@ def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, call
         num_sanity_val_steps=0,
         log_every_n_steps=1,  # LanguageModel.is_logging_step decides
         logger=loggers.all(),
-        callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"]), checkpoint],
+        callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"])],
+        enable_checkpointing=every is not None,
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=run_dir,
@@ -229,19 +165,3 @@ def first_lines(job: Job, record: dict, run_dir: Path) -> str:
         f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens\n"
         f"run    {record['device']}, {record['precision']}, in {run_dir}"
     )
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
-    if precision == "16-mixed" and device.type == "cpu":
-        raise ValueError("precision=16-mixed needs a GPU: use bf16-mixed or 32-true")
-    if precision != "auto":
-        return precision
-    return "bf16-mixed" if device.type == "cuda" else "32-true"
-
-
-def _device(accelerator: str) -> torch.device:
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("trainer.accelerator=gpu, but torch sees no GPU here: use trainer=auto or trainer=cpu")
-    uses_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")

@@ -1,0 +1,110 @@
+"""What a run needs before it starts: a checked configuration, its text, its loss, and where it computes."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import hydra
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from kernels import devices, plan
+from logitless import losses
+from logitless.config import check_train_config
+from logitless.data import Corpus, load_corpus
+from logitless.footprint import DTYPES
+from logitless.limits import CpuMemoryLimit, CudaMemoryLimit, memory_limit
+from logitless.model import GPTConfig, padded_vocab_size
+
+LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
+
+
+class Job(NamedTuple):
+    """A run that may start: its configuration as plain containers, its text and loss, where and how it computes.
+
+    `plan` is that of the loss of a micro-batch in training, None for a backend that makes none; `limit` makes the
+    device smaller than it is, if that was asked for.
+    """
+
+    config: dict
+    corpus: Corpus
+    loss: partial
+    device: torch.device
+    precision: str
+    plan: plan.Plan | None
+    limit: CudaMemoryLimit | CpuMemoryLimit | None
+
+
+def prepare(config: DictConfig) -> Job:
+    """Checks a composed configuration and loads its text; builds no model and writes nothing but the cache.
+
+    Raises:
+        ValueError: a value that no run can have, by its key.
+        RuntimeError: a data set or tokenizer that is neither cached nor within reach.
+    """
+    check_train_config(config)
+    if config.resume is not None and not (Path(config.resume) / LAST_CHECKPOINT).is_file():
+        raise ValueError(
+            f"resume={config.resume}: no {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
+        )
+    device = _device(config.trainer.accelerator)
+    limit = memory_limit(config.memory_limit_gib, device)
+    precision = resolve_precision(config.precision, device)
+    plain = OmegaConf.to_container(config, resolve=True)
+    corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
+    vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
+    plain["model"]["padded_vocab_size"] = vocab
+    GPTConfig(**plain["model"])  # refuses a shape that cannot be built
+    loss = hydra.utils.instantiate(config.loss)
+    return Job(plain, corpus, loss, device, precision, loss_plan(plain, loss, device, precision), limit)
+
+
+def loss_plan(config: dict, loss: partial, device: torch.device, precision: str) -> plan.Plan | None:
+    """The plan by which `fused` computes the loss and the gradients of a micro-batch; None for another backend.
+
+    Raises:
+        ValueError: nothing fits into budget_mib, in training or in validation.
+    """
+    if loss.func is not losses.fused:
+        return None
+    objective, chunk, budget_mib = (loss.keywords[name] for name in ("objective", "chunk", "budget_mib"))
+    dtype, weight_dtype = DTYPES[precision]
+    has_bias = config["model"]["head_bias"]
+    head = plan.Head(
+        n_tokens=config["batch_size"] * config["seq_len"],
+        vocab=config["model"]["padded_vocab_size"],
+        width=config["model"]["width"],
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        # That of the final norm: under autocast the embedding is fp32, so is bf16 added to it, and so its RMSNorm.
+        hidden_dtype=weight_dtype,
+        grads=(True, True, has_bias),
+        has_bias=has_bias,
+        lacking=plan.lacking(objective.label_smoothing, objective.softcap),
+    )
+    validation = replace(head, grads=(False, False, False))
+    limits = {"budget_mib": budget_mib, "chunk": chunk}
+    present = devices.present_device(str(device))
+    try:
+        chosen = plan.plan(head, present, **limits)
+        plan.plan(validation, present, **limits)
+    except ValueError as error:
+        raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
+    return chosen
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
+    if precision == "16-mixed" and device.type == "cpu":
+        raise ValueError("precision=16-mixed needs a GPU: use bf16-mixed or 32-true")
+    if precision != "auto":
+        return precision
+    return "bf16-mixed" if device.type == "cuda" else "32-true"
+
+
+def _device(accelerator: str) -> torch.device:
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("trainer.accelerator=gpu, but torch sees no GPU here: use trainer=auto or trainer=cpu")
+    uses_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
