@@ -24,6 +24,16 @@ def engine(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def inductor():
+    """The name of the backend, where there is all that it needs on a CPU: a C++ compiler, Python's headers."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(3))
+    except Exception as error:
+        pytest.skip(f"inductor compiles nothing here: {str(error).splitlines()[0]}")
+    return "inductor"
+
+
 def pytest_collection_modifyitems(items):
     skip = pytest.mark.skip(reason="needs a CUDA GPU; the interpreter is no proof for bf16, speed or memory")
     for item in items:

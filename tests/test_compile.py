@@ -57,16 +57,6 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.fixture(scope="module")
-def inductor():
-    """The name of the backend, where there is all that it needs on a CPU: a C++ compiler, Python's headers."""
-    try:
-        torch.compile(lambda x: x + 1)(torch.zeros(3))
-    except Exception as error:
-        pytest.skip(f"inductor compiles nothing here: {str(error).splitlines()[0]}")
-    return "inductor"
-
-
 @pytest.fixture
 def compiler(request):
     """The name of the backend that the test asks for."""

@@ -25,6 +25,7 @@ MODELS = {
     "few-tokens": (GPTConfig(2, 2, 256, 512, "gelu", tied=False, head_bias=True, dropout=0.0), 64, 1),
     "one-block": (GPTConfig(1, 4, 128, 16384, "swiglu", tied=True, head_bias=False, dropout=0.0), 32, 1),
     "deep": (GPTConfig(6, 4, 128, 512, "gelu", tied=True, head_bias=False, dropout=0.0), 64, 8),
+    "deep-gated": (GPTConfig(6, 2, 64, 512, "swiglu", tied=False, head_bias=False, dropout=0.0), 512, 2),
 }
 
 
@@ -70,7 +71,7 @@ def measure(step: Step, backend: str) -> tuple[int, int]:
         for _ in range(2):
             tokens, labels = torch.randint(step.model.padded_vocab_size, (2, step.batch_size, step.seq_len)).unbind()
             counted.reset()
-            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bf16-mixed"):
+            with torch.autocast("cpu", torch.bfloat16, step.precision == "bf16-mixed", cache_enabled=False):
                 total = gpt.head(gpt(tokens), labels, loss).loss
             forward = counted.peak
             adamw.zero_grad()
@@ -85,8 +86,10 @@ def measure(step: Step, backend: str) -> tuple[int, int]:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_on_a_cpu_forward_and_backward_take_what_is_predicted(name, backend, precision):
-    step = Step(MODELS[name][0], CPU, *MODELS[name][1:], precision, chunk=100)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_on_a_cpu_forward_and_backward_take_what_is_predicted(checkpoint, name, backend, precision):
+    model, seq_len, batch_size = MODELS[name]
+    step = Step(replace(model, checkpoint=checkpoint), CPU, seq_len, batch_size, precision, chunk=100)
     forward, backward = measure(step, backend)
     predicted = phases(step, backend)
     assert predicted["forward"] == pytest.approx(forward, rel=0.01)
@@ -110,12 +113,14 @@ def test_the_parameters_are_those_of_the_model(model):
         assert n_parameters(model) == GPT(model).n_parameters()
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("precision", footprint.DTYPES)
 @pytest.mark.parametrize("device", [H200, DEVICES["NVIDIA GeForce RTX 4090"], CPU], ids=lambda device: device.name)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_tokens_never_take_less(backend, device, precision):
+def test_more_tokens_never_take_less(backend, device, precision, checkpoint):
+    model = replace(SMALL, checkpoint=checkpoint)
     lengths = [1, 2, 127, 128, 129, 1023, 1024, 1025, 4096, 10_000, 65_536, 10**6]
-    peaks = [peak_bytes(Step(SMALL, device, length, 1, precision, chunk=1024), backend) for length in lengths]
+    peaks = [peak_bytes(Step(model, device, length, 1, precision, chunk=1024), backend) for length in lengths]
     assert peaks == sorted(peaks)
     assert len(set(peaks)) == len(peaks)
 
@@ -137,6 +142,33 @@ def test_the_longest_length_fits_and_the_next_does_not(backend, chunk):
     assert found % footprint.LENGTH_STEP == 0
     assert fits(replace(step, seq_len=found), backend)
     assert not fits(replace(step, seq_len=found + footprint.LENGTH_STEP), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_layers_more_keep_little_more_than_their_inputs_where_blocks_are_recomputed(backend):
+    step = Step(replace(SMALL, checkpoint=True), H200, 65_536, 1, "bf16-mixed", chunk=1024)
+    deeper = replace(step, model=replace(step.model, n_layers=24))
+    weights = n_parameters(deeper.model) - n_parameters(step.model)
+    inputs = 4 * 12 * 65_536 * 768
+    assert 0 <= peak_bytes(deeper, backend) - peak_bytes(step, backend) - inputs <= 16 * weights
+
+
+def test_a_limit_is_one_of_the_allocators_segments_on_a_gpu_and_of_all_but_the_weights_on_a_cpu():
+    step = Step(SMALL, H200, 4096, 1, "bf16-mixed", chunk=1024)
+    assert replace(step, memory_limit_gib=24).usable_bytes == pytest.approx(24 * GIB / 1.04, rel=0.002)
+    assert replace(step, memory_limit_gib=1000).usable_bytes == step.usable_bytes
+    on_cpu = replace(step, device=CPU, precision="32-true", memory_limit_gib=1)
+    assert on_cpu.usable_bytes - 4 * n_parameters(SMALL) == pytest.approx(GIB / 1.04, rel=0.002)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_a_limit_the_longest_length_fits_and_is_that_of_a_device_with_as_much(backend):
+    step = Step(SMALL, H200, 1, 1, "bf16-mixed", chunk=1024, memory_limit_gib=24)
+    found = longest(step, backend)
+    assert fits(replace(step, seq_len=found), backend)
+    assert not fits(replace(step, seq_len=found + footprint.LENGTH_STEP), backend)
+    smaller = replace(H200, memory_bytes=step.usable_bytes / footprint.USABLE_SHARE + 1)
+    assert found == longest(replace(step, device=smaller, memory_limit_gib=None), backend)
 
 
 def test_a_device_too_small_for_the_weights_fits_nothing():
@@ -168,6 +200,7 @@ def test_a_device_is_found_by_its_name_or_by_a_part_of_it_in_any_case():
         ({"precision": "64-true"}, "precision=64-true must be one of 32-true"),
         ({"seq_len": 0}, "seq_len=0"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"memory_limit_gib": 0}, "memory_limit_gib=0 must be > 0"),
     ],
 )
 def test_a_step_that_cannot_be_counted_is_refused(change, message):

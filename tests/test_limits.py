@@ -1,11 +1,14 @@
 """A device made smaller: real allocation failures, where they happened, and nothing left of the limit afterwards."""
 
 import resource
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from tiny import read_record, tiny, train
 
+from logitless import limits
 from logitless.limits import CpuMemoryLimit, memory_limit
 from logitless.memory import is_out_of_memory
 from logitless.module import LanguageModel
@@ -115,6 +118,37 @@ def test_a_run_that_has_started_says_so_and_what_was_asked_of_it(tmp_path, monke
     limited(tmp_path, "seq_len=8")
     assert '"status": "started"' in seen["line"]
     assert '"seq_len": 8' in seen["line"]
+
+
+@contextmanager
+def nearly_full(device: str):
+    """Leaves room for 16 MiB."""
+    if device == "cpu":
+        limits._limit_data(limits._data_bytes() + 2**24)
+    else:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**24) / total)
+    try:
+        yield
+    finally:
+        limits._limit_data(None)
+        if device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("needs_gradient", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_out_of_memory_is_recognised_in_forward_and_backward(is_compiled, needs_gradient, device, inductor):
+    """Of 64 MiB."""
+    large = torch.ones(2**12, 2**12, device=device, requires_grad=needs_gradient)
+    step = torch.compile(torch.square) if is_compiled else torch.square
+    loss = step(large).sum()  # compiles, with all the memory that this takes
+    failing = loss.backward if needs_gradient else partial(step, large)
+    with nearly_full(device), pytest.raises(RuntimeError) as caught:
+        failing()
+    assert is_out_of_memory(caught.value), caught.value
 
 
 @pytest.mark.gpu

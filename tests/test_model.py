@@ -7,10 +7,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from logitless import losses
+from logitless import losses, model
 from logitless.model import GPT, GPTConfig, KeyValueCache, _rotary_table, _rotate
 
 MODELS = sorted((Path(__file__).parents[1] / "conf/model").glob("*.yaml"))
+LOSSES = {"naive": losses.naive, "inplace": losses.inplace, "fused": partial(losses.fused, chunk=4)}
 B, T, D, V = 2, 7, 24, 128
 
 
@@ -55,7 +56,7 @@ def test_the_head_gives_one_loss_and_one_set_of_logits(bias):
     hidden = gpt(make_tokens())
     logits = gpt.head.logits(hidden).flatten(0, 1)
     right = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum").item()
-    for loss in (losses.naive, losses.inplace, partial(losses.fused, chunk=4)):
+    for loss in LOSSES.values():
         assert gpt.head(hidden, labels, loss).loss.item() == pytest.approx(right, rel=1e-5)
 
 
@@ -162,6 +163,45 @@ def test_dropout_acts_in_training_alone():
     assert torch.equal(gpt(tokens), gpt(tokens))
     gpt.train()
     assert not torch.equal(gpt(tokens), gpt(tokens))
+
+
+def count_calls(gpt: GPT) -> list[int]:
+    """The number of each block's calls, from now on."""
+    calls = [0] * len(gpt.blocks)
+
+    def count(block, inputs, layer: int) -> None:
+        calls[layer] += 1
+
+    for layer, block in enumerate(gpt.blocks):
+        block.register_forward_pre_hook(partial(count, layer=layer))
+    return calls
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", LOSSES)
+def test_recomputing_the_blocks_changes_no_bit_of_loss_gradients_and_later_draws(backend, autocast):
+    results = {}
+    for checkpoint in (False, True):
+        gpt = make_gpt(dropout=0.3, checkpoint=checkpoint).train()
+        calls = count_calls(gpt)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            loss = gpt.head(gpt(make_tokens()), make_tokens(3), LOSSES[backend]).loss
+        loss.backward()
+        assert calls == [1 + checkpoint] * 2
+        results[checkpoint] = [loss, *(parameter.grad for parameter in gpt.parameters()), torch.rand(3)]
+    for kept, recomputed in zip(results[False], results[True], strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_without_gradients_nothing_is_prepared_for_recomputing(monkeypatch):
+    monkeypatch.setattr(model, "checkpoint", None)
+    gpt, tokens = make_gpt(checkpoint=True), make_tokens()
+    cache = KeyValueCache(gpt.config, B, T, tokens.device, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(gpt(tokens, cache), make_gpt()(tokens))
+    with pytest.raises(TypeError, match="not callable"):
+        gpt(tokens)
 
 
 def test_a_fresh_model_predicts_every_token_alike():
