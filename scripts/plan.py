@@ -2,10 +2,12 @@
 
     python scripts/plan.py --model small --device "NVIDIA H200" --seq-len 1024,4096,16384,65536 --batch-size 1
     python scripts/plan.py --model small --device 4090 --seq-len 1024,8192 --chunk auto --budget-mib 200
+    python scripts/plan.py --model small --device H200 --seq-len 8192,65536 --checkpoint --memory-limit-gib 24
 
 Needs no GPU. A part of a device's name will do if no other has it. What is not given is as in conf/. Peaks are GiB =
-2**30 bytes of tensors; a twentieth of the device is left to the allocator and the context. The plan of fused has the
-predicted time of the head in forward and backward. Whether a library takes more than 2**31 logits is another question.
+2**30 bytes of tensors; a twentieth of the device is left to the allocator and the context, or 4% of a limit. The plan
+of fused has the predicted time of the head in forward and backward. Whether a library takes more than 2**31 logits is
+another question.
 """
 
 import _path  # isort: skip
@@ -17,10 +19,8 @@ import hydra
 from kernels.devices import Device, measured_device
 from kernels.plan import MIB
 from logitless.config import check_train_config
-from logitless.footprint import BACKENDS, USABLE_SHARE, Step, find_device, fits, head_plan, longest, peak_bytes
+from logitless.footprint import BACKENDS, GIB, Step, find_device, fits, head_plan, longest, peak_bytes
 from logitless.model import GPTConfig, padded_vocab_size
-
-GIB = 2**30
 
 
 def main() -> None:
@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--chunk", help="rows of logits alive at once in fused, or auto")
     parser.add_argument("--budget-mib", help="most MiB that fused may need beyond its gradients")
     parser.add_argument("--vocab", help="classes, a multiple of 64")
+    parser.add_argument("--checkpoint", action="store_const", const="true", help="recompute the blocks in backward")
+    parser.add_argument("--memory-limit-gib", help="most GiB that the allocator may take")
     arguments = vars(parser.parse_args())
     try:
         steps = [step(arguments | {"seq_len": length}) for length in arguments["seq_len"].split(",")]
@@ -45,7 +47,7 @@ def main() -> None:
 
 def step(arguments: dict[str, str | None]) -> Step:
     """What is asked for; with the values of conf/ where nothing is, and by its rules."""
-    keys = {"vocab": "model.padded_vocab_size"}
+    keys = {"vocab": "model.padded_vocab_size", "checkpoint": "model.checkpoint"}
     given = {name: value for name, value in arguments.items() if name != "device" and value is not None}
     with hydra.initialize_config_dir(str(_path.ROOT / "conf"), version_base="1.3"):
         config = hydra.compose("train", [f"{keys.get(name, name)}={value}" for name, value in given.items()])
@@ -55,7 +57,8 @@ def step(arguments: dict[str, str | None]) -> Step:
     if precision == "auto":
         precision = "32-true" if device.name == "cpu" else "bf16-mixed"
     model = GPTConfig(**{**config.model, "padded_vocab_size": vocab})
-    return Step(model, device, config.seq_len, config.batch_size, precision, config.chunk, config.budget_mib)
+    limits = config.chunk, config.budget_mib, config.memory_limit_gib
+    return Step(model, device, config.seq_len, config.batch_size, precision, *limits)
 
 
 def device_of(name: str) -> Device:
@@ -66,10 +69,10 @@ def device_of(name: str) -> Device:
 def table(steps: list[Step]) -> str:
     """A line for each length, then one for each backend."""
     first = steps[0]
-    usable = USABLE_SHARE * first.device.memory_bytes / GIB
+    checkpoint = ", activation checkpointing" if first.model.checkpoint else ""
     lines = [
-        f"{first.device.name}, {usable:.1f} GiB usable; {first.precision}, batch size {first.batch_size}, "
-        f"V = {first.model.padded_vocab_size}; peaks in GiB",
+        f"{first.device.name}, {first.usable_bytes / GIB:.1f} GiB usable; {first.precision}, batch size "
+        f"{first.batch_size}, V = {first.model.padded_vocab_size}{checkpoint}; peaks in GiB",
         f"{'seq_len':>8}" + "".join(f"{name:>22}" for name in BACKENDS) + "  plan of fused",
     ]
     lines += [f"{step.seq_len:>8}{cells(step)}" for step in steps]

@@ -1,5 +1,6 @@
 """Peaks are as measured: on an H200 in docs/results, on a CPU phase by phase with the meter of live tensors."""
 
+import importlib
 import json
 from dataclasses import replace
 from functools import partial
@@ -169,6 +170,19 @@ def test_under_a_limit_the_longest_length_fits_and_is_that_of_a_device_with_as_m
     assert not fits(replace(step, seq_len=found + footprint.LENGTH_STEP), backend)
     smaller = replace(H200, memory_bytes=step.usable_bytes / footprint.USABLE_SHARE + 1)
     assert found == longest(replace(step, device=smaller, memory_limit_gib=None), backend)
+
+
+def test_plan_obeys_the_limit_and_counts_recomputed_blocks(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    options = "--model small --device h200 --seq-len 8192,131072 --batch-size 1 --memory-limit-gib 24 --checkpoint"
+    monkeypatch.setattr("sys.argv", ["plan.py", *options.split()])
+    importlib.import_module("plan").main()
+    facts, _, *lines = capsys.readouterr().out.splitlines()
+    assert "23.0 GiB usable" in facts
+    assert "V = 50304, activation checkpointing; " in facts
+    step = Step(replace(SMALL, checkpoint=True), H200, 8192, 1, "bf16-mixed", chunk=1024, memory_limit_gib=24)
+    for line, backend in zip(lines[2:], footprint.BACKENDS, strict=True):
+        assert line.endswith(f"longest that fits: {longest(step, backend)}")
 
 
 def test_a_device_too_small_for_the_weights_fits_nothing():

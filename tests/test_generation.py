@@ -195,6 +195,14 @@ def test_foreign_hyper_parameters_are_refused(tmp_path, gpt, tokenizer, case):
         load_checkpoint(tmp_path / "last.ckpt", torch.device("cpu"))
 
 
+def test_a_checkpoint_from_before_activation_checkpointing_loads(tmp_path, gpt, tokenizer):
+    checkpoint = checkpoint_of(gpt, tokenizer)
+    del checkpoint["hyper_parameters"]["model"]["checkpoint"]
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    loaded, _ = load_checkpoint(tmp_path / "last.ckpt", torch.device("cpu"))
+    assert loaded.config == gpt.config
+
+
 def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path, gpt):
     torch.save(gpt.state_dict(), tmp_path / "weights.pt")
     with pytest.raises(ValueError, match="cannot be read"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from logitless import losses, model
+from logitless import losses
 from logitless.model import GPT, GPTConfig, KeyValueCache, _rotary_table, _rotate
 
 MODELS = sorted((Path(__file__).parents[1] / "conf/model").glob("*.yaml"))
@@ -195,7 +195,7 @@ def test_recomputing_the_blocks_changes_no_bit_of_loss_gradients_and_later_draws
 
 
 def test_without_gradients_nothing_is_prepared_for_recomputing(monkeypatch):
-    monkeypatch.setattr(model, "checkpoint", None)
+    monkeypatch.setattr("logitless.model.checkpoint", None)
     gpt, tokens = make_gpt(checkpoint=True), make_tokens()
     cache = KeyValueCache(gpt.config, B, T, tokens.device, torch.float32)
     with torch.no_grad():

@@ -10,6 +10,10 @@ that of one of these phases, and which one depends on the shape:
     embedding backward    P + S + G + the embedding's own gradient, which a tied head's is added to in a third tensor
     optimizer             P + S + G + what AdamW needs
 
+With `model.checkpoint` A is the blocks' inputs, beside it in forward a block's own forward if that takes more than the
+head's, and in the backward of a block all that autograd keeps of it, made anew: where the last block's begins, that and
+the inputs of all. Lightning's autocast remembers no copies of weights, so a block's are gone when it ends.
+
 The head, c bytes to a number of the logits (2 in bf16-mixed, 4 in 32-true):
 
     naive    8NV in forward (fp32 logits, log-softmax), 12NV in backward (log-softmax, its gradient, that of the logits)
@@ -42,7 +46,8 @@ DTYPES = {  # to compute in, and of the weights, which is also that of the strea
 }
 
 # The allocator's segments took up to 1.04 times the allocated peak (docs/results/small_h200), a context about 0.5 GiB.
-USABLE_SHARE = 0.95
+USABLE_SHARE, USABLE_SHARE_OF_LIMIT = 0.95, 0.96
+GIB = 2**30
 # PyTorch's workspaces for cuBLAS: two, for the threads of forward and backward. 32 MiB each from Hopper on.
 WORKSPACES_BYTES, OLDER_WORKSPACES_BYTES = 2 * 32 * 2**20, 2 * 8320 * 2**10
 BLOCK_ROWS = 64  # of kernels.reference
@@ -75,6 +80,7 @@ class Step:
         precision: a key of DTYPES.
         chunk: rows of logits alive at once in `fused`; "auto" to let kernels.plan choose.
         budget_mib: the largest transient of `fused`, or None, as in kernels.plan.
+        memory_limit_gib: what the allocator's segments may take of a GPU, or all but P of a CPU; None for no limit.
     """
 
     model: GPTConfig
@@ -84,6 +90,7 @@ class Step:
     precision: str
     chunk: int | str = "auto"
     budget_mib: float | None = None
+    memory_limit_gib: float | None = None
 
     def __post_init__(self):
         if self.model.dropout:
@@ -92,6 +99,8 @@ class Step:
             raise ValueError(f"precision={self.precision} must be one of {', '.join(DTYPES)}")
         if min(self.seq_len, self.batch_size) < 1:
             raise ValueError(f"seq_len={self.seq_len} and batch_size={self.batch_size} must be >= 1")
+        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+            raise ValueError(f"memory_limit_gib={self.memory_limit_gib} must be > 0")
 
     @property
     def n_tokens(self) -> int:
@@ -111,6 +120,15 @@ class Step:
     def casts(self) -> bool:
         """Whether autocast copies the weights."""
         return self.sizes[0] != self.sizes[1]
+
+    @property
+    def usable_bytes(self) -> float:
+        """What tensors may take of the device's memory, and of the limit."""
+        of_device = USABLE_SHARE * self.device.memory_bytes
+        if self.memory_limit_gib is None:
+            return of_device
+        beside = self.sizes[1] * n_parameters(self.model) if self.is_cpu else 0
+        return min(of_device, beside + USABLE_SHARE_OF_LIMIT * self.memory_limit_gib * GIB)
 
 
 def n_parameters(model: GPTConfig) -> int:
@@ -141,25 +159,31 @@ def phases(step: Step, backend: str) -> dict[str, int]:
     always = 3 * gradients + 16 * step.n_tokens + _workspaces(step.device)  # P and S; tokens and labels
     rotary = 4 * step.seq_len * model.width // model.n_heads
     block, mlp_backward, norm = _block_bytes(step), _mlp_backward_bytes(step), _norm_bytes(step)
-    blocks = model.n_layers * block + rotary
-    forward, backward = _head_bytes(step, backend)
     stream = size * step.n_tokens * model.width
+    first, last = block + rotary, model.n_layers * block + rotary  # kept where the backward of that block begins
+    blocks, block_forward = last, 0
+    forward, backward = _head_bytes(step, backend)
+    if model.checkpoint:
+        blocks, block_forward = model.n_layers * stream + rotary, _block_forward_bytes(step)
+        is_kept_twice = step.is_cpu and size == 2  # a norm there keeps its input in fp32
+        first += stream if is_kept_twice else 0
+        last = first + (model.n_layers - 1) * stream
     # Behind a loss scaler AdamW is not fused: a root and a denominator, one weight after another.
     denominators = 2 * embedding if step.precision == "16-mixed" else 0
     return {
-        "forward": always + gradients + blocks + norm + forward,
+        "forward": always + gradients + blocks + max(norm + forward, block_forward),
         "head backward": always + blocks + norm + backward,
-        "last block backward": always + blocks + head + mlp_backward,
-        "first block backward": always + block + rotary + head + others - size * _matrices(model) + mlp_backward,
+        "last block backward": always + last + head + mlp_backward,
+        "first block backward": always + first + head + others - size * _matrices(model) + mlp_backward,
         "embedding backward": always + others + head + embedding + max(stream, embedding if model.tied else 0),
         "optimizer": always + gradients + denominators,
     }
 
 
 def fits(step: Step, backend: str) -> bool:
-    """Whether the peak stays within the usable part of the device's memory, and a plan of `fused` within the budget."""
+    """Whether the peak stays within `step.usable_bytes`, and a plan of `fused` within the budget."""
     try:
-        return peak_bytes(step, backend) <= USABLE_SHARE * step.device.memory_bytes
+        return peak_bytes(step, backend) <= step.usable_bytes
     except ValueError:
         if backend != "fused":
             raise
@@ -260,12 +284,28 @@ def _block_bytes(step: Step) -> int:
     return 2 * _norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
 
 
-def _mlp_backward_bytes(step: Step) -> int:
-    """What the MLP's backward makes less what it frees: gradients of the stream, inside, and of `out.weight`."""
+def _block_forward_bytes(step: Step) -> int:
+    """What a block holds at most beside its input while autograd keeps nothing of it.
+
+    In attention, where the keys are rotated in fp32, or in the MLP, where the gated or activated numbers are made.
+    """
     model, (size, weight_size) = step.model, step.sizes
-    twice = weight_size + (size if step.casts else 0)  # once more in autocast's dtype
-    inner = (2 if model.mlp == "swiglu" else 1) * size * _inner(model)
-    return step.n_tokens * (inner + twice * model.width) + twice * model.width * _inner(model)
+    rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
+    attention = (weight_size + 4 * size + rotation) * model.width
+    mlp = 2 * weight_size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
+    return step.n_tokens * max(attention, mlp)
+
+
+def _mlp_backward_bytes(step: Step) -> int:
+    """What the MLP's backward makes less what it frees, when it leaves `out` or, if there is one, the gate.
+
+    Gradients of the stream, which autocast copies for `out` only, inside, and of `out.weight`, whose own copy goes.
+    """
+    model, (size, weight_size) = step.model, step.sizes
+    inner = size * _inner(model)
+    at_out = inner + (weight_size + (size if step.casts else 0)) * model.width
+    at_gate = 2 * inner + weight_size * model.width if model.mlp == "swiglu" else 0
+    return step.n_tokens * max(at_out, at_gate) + model.width * inner
 
 
 def _workspaces(device: Device) -> int:

@@ -23,7 +23,9 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[GPT, tokenizers.T
         parameters, tokenizer = checkpoint["hyper_parameters"], tokenizers.Tokenizer.from_str(checkpoint["tokenizer"])
     except Exception as error:  # torch and tokenizers have many names for a file that is not theirs
         raise ValueError(f"checkpoint={path} cannot be read: {str(error).splitlines()[0]}") from error
-    if set(parameters) != {"model"} or set(parameters["model"]) != set(GPTConfig.__dataclass_fields__):
+    since_later = {"checkpoint"}  # fields that older checkpoints lack
+    fields = set(GPTConfig.__dataclass_fields__)
+    if set(parameters) != {"model"} or set(parameters["model"]) | since_later != fields:
         raise ValueError(f"checkpoint={path} does not hold the hyper-parameters of a GPT: {parameters}")
     gpt = GPT(GPTConfig(**parameters["model"])).to(device)
     prefix = "gpt."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kernels.reference import LossSums
 from logitless.losses import LossBackend
@@ -18,7 +19,10 @@ from logitless.losses import LossBackend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The knobs of conf/model/*.yaml, once `padded_vocab_size` is known."""
+    """The knobs of conf/model/*.yaml, once `padded_vocab_size` is known.
+
+    `checkpoint` has a default for the checkpoints and records of runs before there was one.
+    """
 
     n_layers: int
     n_heads: int
@@ -28,6 +32,7 @@ class GPTConfig:
     tied: bool
     head_bias: bool
     dropout: float
+    checkpoint: bool = False
 
     def __post_init__(self):
         if self.width % (2 * self.n_heads):
@@ -161,15 +166,23 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """hidden [B, T, D] of tokens [B, T] int64; with a cache, tokens continue what it holds."""
+        """hidden [B, T, D] of tokens [B, T] int64; with a cache, tokens continue what it holds.
+
+        With `config.checkpoint` autograd keeps a block's input alone, and backward runs the block once more, with the
+        same dropout masks.
+        """
         start = 0 if cache is None else cache.length
         if start and tokens.shape[1] > 1:
             raise ValueError(f"a cache of {start} positions is continued by one token at a time, got {tokens.shape[1]}")
         head_dim = self.config.width // self.config.n_heads
         rotary = _rotary_table(start, start + tokens.shape[1], head_dim, tokens.device)
         x = self.embedding(tokens)
+        recomputes = self.config.checkpoint and torch.is_grad_enabled()  # never with a cache: that is for no_grad
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotary, cache, layer)
+            if recomputes:
+                x = checkpoint(block, x, rotary, cache, layer, use_reentrant=False)
+            else:
+                x = block(x, rotary, cache, layer)
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.norm(x)
