@@ -27,9 +27,11 @@ lint: install  ## check style and format
 bench: install  ## compare implementations of the loss on two small shapes; a GPU deserves larger ones
 	$(BIN)/python scripts/bench.py --shapes 2048x4096x128,2048x4096 --dtype fp32 --inputs peaked
 
-report: install  ## draw docs/figures from the records in docs/results
+report: install  ## make report/index.html of the records in docs/results, and from it what docs/ shows
 	$(BIN)/python scripts/report.py docs/results/small_h200 docs/results/bench_h200/head.jsonl \
-		docs/results/bench_h200/scaling.jsonl --out docs/figures
+		docs/results/bench_h200/scaling.jsonl --out report
+	cp $(foreach name,backends head_time_memory head_scaling,report/$(name).svg report/$(name).png) docs/figures
+	cp report/calculator.html docs
 
 clean:  ## remove .venv and caches, keep runs
 	rm -rf .venv .pytest_cache .ruff_cache logitless.egg-info

@@ -59,5 +59,6 @@ def write_frontier(folder: Path, vocab: int, backends: tuple[str, ...] = BACKEND
                 facts |= {"cold_peak_allocated_gib": 0.9 * limit_gib, "error": "OutOfMemoryError: CUDA"}
                 facts |= {"tokens_per_s": None, "train_loss": None, "val_loss": None}
             config = {"model": dict(vars(model)), "memory_limit_gib": limit_gib}
-            write(folder / str(job), record_of(backend, length, chunk, **facts, config=config))
+            facts |= {"config": config, "memory_limit_gib": limit_gib}
+            write(folder / str(job), record_of(backend, length, chunk, **facts))
             job += 1

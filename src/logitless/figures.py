@@ -8,22 +8,47 @@ import os
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import altair as alt
 
+from logitless import palette
 from logitless.records import lacks
 
 PEAKS = {"peak_allocated_gib": "peak allocated (GiB)", "peak_live_tensor_gib": "peak of live tensors (GiB)"}
 FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict}
 BAR = 25  # pixels
+UNREADABLE = "no whole line in its record"  # the status of a run that left one
+MOST_POINTS = 400  # of a curve, on a page of many
+MOST_COMMANDS, MOST_VALUES = 4, 6  # that a subtitle has room for
 VERSIONS = ("torch", "triton", "lightning")  # that the subtitle names
+
+
+class Drawing(NamedTuple):
+    """A figure, or None where there is nothing to draw; why runs are not in it, by their folders; and what to know."""
+
+    chart: alt.TopLevelMixin | None
+    left_out: dict[str, str]
+    notes: list[str] = []  # noqa: RUF012 - never changed
+
+
+def status_of(record: dict) -> str:
+    """`ok after 200 steps`, `oom at step 2, backward`."""
+    status = record.get("status", "no status")
+    if status == UNREADABLE:
+        return UNREADABLE
+    if record.get("step") is not None:
+        return f"{status} at step {record['step']}, {record.get('phase')}"
+    if status == "started":
+        return "started, not ended"
+    return f"{status} after {record.get('steps', 0)} steps"
 
 
 def problem(record: dict) -> str | None:
     """Why the record of a run cannot be drawn, or None."""
     units = [unit for unit in PEAKS if unit in record]
     if record.get("status") != "ok" or not units:
-        return f"{record.get('status', 'no status')} after {record.get('steps', 0)} steps"
+        return status_of(record)
     if missing := lacks(record, FACTS | dict.fromkeys(units, int | float)):
         return f"no {', '.join(missing)}"
     try:
@@ -32,26 +57,34 @@ def problem(record: dict) -> str | None:
         return f"{record['curves']} cannot be read: {type(error).__name__}: {error}"
 
 
-def backends(records: list[dict]) -> alt.HConcatChart | alt.VConcatChart:
-    """Curves and peaks of the records, those of a GPU above those of a CPU, which counts other bytes."""
+def backends(records: list[dict]) -> Drawing:
+    """Curves and peaks of runs of one length, those of a GPU above those of a CPU, which counts other bytes."""
+    left_out = {record["run_dir"]: reason for record in records if (reason := problem(record))}
+    records = [record for record in records if record["run_dir"] not in left_out]
+    if not records or len({record.get("seq_len") for record in records}) > 1:
+        return Drawing(None, left_out if not records else {})
     groups = {unit: [record for record in records if unit in record] for unit in PEAKS}
     rows = [_backends(group, unit) for unit, group in groups.items() if group]
-    return rows[0] if len(rows) == 1 else alt.vconcat(*rows).resolve_scale(color="independent")
+    chart = rows[0] if len(rows) == 1 else alt.vconcat(*rows).resolve_scale(color="independent")
+    return Drawing(chart, left_out, thinning_notes({record["run_dir"]: len(losses(record)) for record in records}))
 
 
 def _backends(records: list[dict], unit: str) -> alt.HConcatChart:
     """Training loss, its difference from the first run's, and the peak memory of each record; naive comes first."""
-    records = sorted(records, key=lambda record: record["backend"] != "naive")
+    records = sorted(records, key=lambda record: palette.rank(record["backend"]))
     labels = labels_of(records)
-    color = alt.Color("label:N", sort=labels, scale=alt.Scale(domain=labels), legend=None)
+    colors = palette.shades([record["backend"] for record in records])
+    color = alt.Color("label:N", sort=labels, scale=alt.Scale(domain=labels, range=colors), legend=None)
     tokens = alt.X("tokens:Q", title="tokens", axis=alt.Axis(format="~s"))
     first = losses(records[0])
     points = [
         {"label": label} | point
         for label, record in zip(labels, records, strict=True)
-        for point in curve(losses(record), first)
+        for point in thinned(curve(losses(record), first))
     ]
-    curves = alt.Chart(alt.Data(values=points)).mark_line(strokeWidth=1.2)
+    dashes = alt.Scale(domain=labels, range=[palette.dash(record["backend"]) for record in records])
+    dash = alt.StrokeDash("label:N", scale=dashes, legend=None)
+    curves = alt.Chart(alt.Data(values=points)).mark_line(strokeWidth=1.2).encode(strokeDash=dash)
     loss = curves.encode(
         x=tokens, y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)), color=color
     )
@@ -81,12 +114,42 @@ def labels_of(records: list[dict]) -> list[str]:
 
 def title(records: list[dict]) -> alt.TitleParams:
     """Devices, versions, and the overrides of the runs without those that name a backend or a folder."""
-    private = ("loss=", "hydra.", "logger=")
-    words = [[word for word in record["command"].split() if not word.startswith(private)] for record in records]
-    shown = [record | {"versions": {name: record["versions"].get(name) for name in VERSIONS}} for record in records]
+    words = [_overrides(record, ("loss=", "hydra.", "logger=")) for record in records]
     is_one_each = len({record["backend"] for record in records}) == len(records)
     text = "One run with each loss backend" if is_one_each else "Runs"
-    return provenance(text, shown, [" ".join(["python scripts/train.py", *own]) for own in words])
+    return provenance(
+        text, _with_shown_versions(records), [" ".join(["python scripts/train.py", *own]) for own in words]
+    )
+
+
+def provenance_of_runs(text: str, records: list[dict]) -> alt.TitleParams:
+    """A title with devices, versions, commits, and the commands of the runs, joined into one if there are many."""
+    words = [_overrides(record, ("hydra.", "logger=")) for record in records]
+    commands = list(dict.fromkeys(" ".join(own) for own in words))
+    if len(commands) > MOST_COMMANDS:
+        commands = [_joined(words)]
+    lines = [f"python scripts/train.py {command}" for command in commands]
+    return provenance(text, _with_shown_versions(records), lines)
+
+
+def _with_shown_versions(records: list[dict]) -> list[dict]:
+    return [record | {"versions": {name: record["versions"].get(name) for name in VERSIONS}} for record in records]
+
+
+def _overrides(record: dict, private: tuple[str, ...]) -> list[str]:
+    """The words of a run's command but for those that begin as `private` does, with or without a plus."""
+    return [word for word in record["command"].split() if not word.lstrip("+").startswith(private)]
+
+
+def _joined(commands: list[list[str]]) -> str:
+    """One command with all values of each key: `loss=naive,fused seq_len=1024,...,8192`."""
+    values = {}
+    for key, sign, value in (word.partition("=") for words in commands for word in words):
+        values.setdefault(key + sign, {})[value] = None
+    return " ".join(
+        key + ",".join(own if len(own := list(found)) <= MOST_VALUES else [own[0], "...", own[-1]])
+        for key, found in values.items()
+    )
 
 
 def provenance(text: str, records: list[dict], commands: Iterable[str]) -> alt.TitleParams:
@@ -109,10 +172,32 @@ def curve(losses: dict[int, float], right: dict[int, float]) -> list[dict]:
     ]
 
 
+def thinned(points: list[dict]) -> list[dict]:
+    """Every k-th point, so that no more than MOST_POINTS are left."""
+    return points[:: _stride(len(points))]
+
+
+def thinning_notes(n_points: dict[str, int]) -> list[str]:
+    """Which runs' curves were thinned, from the number of their points by folder."""
+    by_stride = {}
+    for run, n in n_points.items():
+        by_stride.setdefault(_stride(n), []).append(run)
+    return [f"one point of {k} is drawn of {', '.join(runs)}" for k, runs in by_stride.items() if k > 1]
+
+
+def _stride(n_points: int) -> int:
+    return max(-(-n_points // MOST_POINTS), 1)
+
+
 def losses(record: dict) -> dict[int, float]:
-    """Training loss by tokens seen; OSError, KeyError, ValueError or csv.Error for a file that is no curve, or cut."""
+    """Training loss by tokens seen."""
+    return column(record, "train/loss")
+
+
+def column(record: dict, name: str) -> dict[int, float]:
+    """A column of the curves by tokens; OSError, KeyError, ValueError or csv.Error for a file that is none, or cut."""
     with open(Path(record["run_dir"]) / record["curves"]) as stream:
         rows = list(csv.DictReader(stream))
     if any(None in row or None in row.values() for row in rows):
         raise ValueError("a line has other columns than the first")
-    return {int(row["tokens"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+    return {int(row["tokens"]): float(row[name]) for row in rows if row[name]}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import altair as alt
 
+from logitless import palette
 from logitless.figures import provenance
 from logitless.records import lacks
 
@@ -27,7 +28,6 @@ POINT, GAP = 5, 8  # pixels from a point's middle to its edge, and to its label
 ROOM = 0.12  # of the values' range, free before and behind them: half a label's width, by eye
 LEAST_ROOM = 1.05  # the same as a factor, where all values are alike
 WIDE = 30  # the largest over the smallest value, beyond which ticks at 1 and 3 of each decade are enough
-CROSS = {"shape": "cross", "angle": 45, "size": 90}  # stands for "out of memory"
 
 
 class Sweeps(NamedTuple):
@@ -134,7 +134,9 @@ def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
     y_title = "time / time of the three GEMMs"
     x = alt.X("mib:Q", title=f"transient memory (MiB, from {LEAST_MIB:g})", scale=x_scale.scale(), axis=x_scale.axis())
     y = alt.Y("ratio:Q", title=y_title, scale=y_scale.scale(), axis=y_scale.axis())
-    color = alt.Color("family:N", legend=None)
+    families = list(dict.fromkeys(row["method"].partition(" ")[0] for row in rows))
+    colors = alt.Scale(domain=families, range=[palette.color(family) for family in families])
+    color = alt.Color("family:N", scale=colors, legend=None)
     base = alt.Chart(alt.Data(values=points)).encode(color=color)
     dots = base.mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y)
     leaders = base.mark_rule(opacity=0.4).encode(x=x, y=y, x2="near:Q", y2="label_ratio:Q")
@@ -148,7 +150,7 @@ def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
         for i, method in enumerate(failures)
     ]
     failed = alt.Chart(alt.Data(values=corner)).encode(x=x, y=y, color=color)
-    crosses = failed.mark_point(**CROSS) + failed.mark_text(align="right", dx=-GAP).encode(text="label:N")
+    crosses = failed.mark_point(**palette.CROSS) + failed.mark_text(align="right", dx=-GAP).encode(text="label:N")
     sizes = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", shape_of(rows[0]), strict=True))
     title = f"{sizes}, {_case_in_words(rows[0], names_device)}"
     missing = [f"{row['method']}: {row['status']}" for row in rows if row["status"] not in ("ok", "oom")]
@@ -262,9 +264,11 @@ def _scaling_panel(
     x_axis = alt.Axis(values=sizes, format="d", labelOverlap=True)
     x = alt.X("size:Q", title=AXES[axis], scale=x_scale.scale(), axis=x_axis)
     y = alt.Y("value:Q", title=title, scale=y_scale.scale(), axis=alt.Axis(format=",~g", tickCount=6))
-    color = alt.Color("method:N", title=None, scale=alt.Scale(domain=methods, scheme="tableau20"), sort=methods)
+    color = alt.Color(
+        "method:N", title=None, scale=alt.Scale(domain=methods, range=palette.shades(methods)), sort=methods
+    )
     lines = alt.Chart(alt.Data(values=points)).mark_line(point=True, strokeWidth=1.5).encode(x=x, y=y, color=color)
-    crosses = alt.Chart(alt.Data(values=failures)).mark_point(**CROSS)
+    crosses = alt.Chart(alt.Data(values=failures)).mark_point(**palette.CROSS)
     layers = [lines, crosses.encode(x=x, y=y, color=color)]
     if name == "total_ms":
         by_size = {

@@ -1,0 +1,44 @@
+"""The dashboard, declared once: what the report's page draws and what a W&B workspace shows."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A quantity against another, in one colour for each value of `group`.
+
+    Args:
+        figure: the file that shows it.
+        x, y: of "curves" columns of a run's curves, else keys of its record, which W&B has as its summary.
+        unit: of y, or of x if that is a bar's length.
+        kind: "curves", a line for each run; "runs", a point for each; "bars", the largest x of each group.
+    """
+
+    figure: str
+    title: str
+    x: str
+    y: str
+    unit: str
+    kind: str
+    group: str = "backend"
+
+    def y_title(self) -> str:
+        return f"{self.title.lower()} ({self.unit})"
+
+
+TRAINING_LOSS = Panel("training_loss", "Training loss", "tokens", "train/loss", "nats a token", "curves")
+VALIDATION_LOSS = Panel("training_loss", "Validation loss", "tokens", "val/loss", "nats a token", "curves")
+PEAK_ALLOCATED = Panel("peak_memory", "Peak allocated", "seq_len", "peak_allocated_gib", "GiB", "runs")
+PEAK_LIVE_TENSORS = Panel("peak_memory", "Peak of live tensors", "seq_len", "peak_live_tensor_gib", "GiB", "runs")
+SPEED = Panel("speed", "Speed", "seq_len", "tokens_per_s", "tokens/s", "runs")
+FRONTIER = Panel("frontier", "Longest sequence that trains", "seq_len", "backend", "tokens", "bars")
+
+PANELS = (TRAINING_LOSS, VALIDATION_LOSS, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, FRONTIER)
+AXES = {"tokens": "tokens", "seq_len": "sequence length (tokens)"}
+# Of a run's summary: what ran out of memory or failed has partial numbers, which are no results.
+FILTERS = {"status": "ok"}
+
+
+def spec() -> dict:
+    """The dashboard in plain containers."""
+    return {"filters": FILTERS, "panels": [asdict(panel) for panel in PANELS]}

@@ -1,0 +1,33 @@
+"""The panels as a workspace of Weights & Biases. Needs the extra `dashboard`, and the network only to save."""
+
+import wandb_workspaces.reports.v2 as reports
+import wandb_workspaces.workspaces as workspaces
+
+from logitless.panels import AXES, FILTERS, PANELS, Panel
+
+# A run's config is its whole configuration, in which the backend is the function that computes the loss.
+GROUPS = {"backend": "loss._target_"}
+
+
+def workspace(entity: str, project: str) -> workspaces.Workspace:
+    """The dashboard, unsaved: one section, of runs that ended ok only."""
+    filters = workspaces.And(*(workspaces.Summary(key) == value for key, value in FILTERS.items()))
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name="Loss backends",
+        sections=[workspaces.Section(name="Loss backends", panels=[_panel(panel) for panel in PANELS], is_open=True)],
+        runset_settings=workspaces.RunsetSettings(filters=filters),
+    )
+
+
+def _panel(panel: Panel) -> reports.LinePlot | reports.ScatterPlot | reports.BarPlot:
+    if panel.kind == "curves":
+        titles = {"title_x": AXES[panel.x], "title_y": panel.unit}
+        return reports.LinePlot(title=panel.title, x=panel.x, y=[panel.y], **titles)
+    if panel.kind == "bars":
+        group = {"groupby": reports.Config(GROUPS[panel.group]), "groupby_aggfunc": "max"}
+        lengths = [reports.SummaryMetric(panel.x)]
+        return reports.BarPlot(title=panel.title, metrics=lengths, title_x=AXES[panel.x], **group)
+    x, y = reports.SummaryMetric(panel.x), reports.SummaryMetric(panel.y)
+    return reports.ScatterPlot(title=f"{panel.title} ({panel.unit})", x=x, y=y)
