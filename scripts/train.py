@@ -2,13 +2,17 @@
 
 import _path  # isort: skip  # noqa: F401
 
+import os
 import signal
 import sys
 from pathlib import Path
 
+# Without it a run that needs 19 GiB can fail at 24: its long tensors find no gap that is long enough.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,6 +20,7 @@ from logitless.job import prepare
 from logitless.memory import is_out_of_memory
 from logitless.records import FILE_NAME
 from logitless.run import train
+from logitless.sweeper import identity
 
 OVERRIDES = "overrides.yaml"
 
@@ -24,12 +29,13 @@ OVERRIDES = "overrides.yaml"
 def main(config: DictConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
+    overrides, sweep = identity(HydraConfig.get())
     try:
         job = prepare(started(config, run_dir))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
-        print(last_lines(train(job, run_dir), run_dir))
+        print(last_lines(train(job, run_dir, overrides, sweep), run_dir))
     except SystemExit as error:
         print(f"stopped; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
@@ -39,8 +45,7 @@ def main(config: DictConfig) -> None:
         if not is_out_of_memory(error):
             raise
         print(f"out of memory: {error}", file=sys.stderr)
-        if HydraConfig.get().mode == RunMode.RUN:
-            sys.exit(1)  # in a sweep it is a result, and the next job goes on
+        sys.exit(1)
 
 
 def started(config: DictConfig, run_dir: Path) -> DictConfig:
@@ -68,6 +73,7 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
 def last_lines(record: dict, run_dir: Path) -> str:
     """The last lines of a run."""
     peaks = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if "peak" in k and "reserved" not in k)
+    checkpoint = run_dir / record["checkpoint"] if "checkpoint" in record else "none"
     return (
         f"\nloss        train {record['train_loss']:.4f}, validation {record['val_loss']:.4f} nats a token\n"
         f"accuracy    validation {record['val_accuracy']:.1%}\n"
@@ -76,7 +82,7 @@ def last_lines(record: dict, run_dir: Path) -> str:
         f"sample      {record['sample']!r}\n"
         f"record      {run_dir}/record.jsonl\n"
         f"curves      {run_dir / record['curves']}\n"
-        f"checkpoint  {run_dir / record['checkpoint']}"
+        f"checkpoint  {checkpoint}"
     )
 
 

@@ -1,0 +1,191 @@
+"""What a sweep knows: the folders of its jobs, `<folder>/<number>`, with their records; and how it tells of them.
+
+There is no journal beside the records. A job is known by its overrides; it has ended if its record says ok or oom.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from logitless.records import FILE_NAME, append_line, read_record
+
+OUTPUT = "output.txt"  # what a job printed
+LOCK = ".lock"
+FINAL = ("ok", "oom", "error")
+RESULTS = ("ok", "oom")
+PEAKS = ("peak_allocated_gib", "peak_live_tensor_gib", "cold_peak_allocated_gib", "cold_peak_live_tensor_gib")
+TAIL_BYTES = 4096
+TAIL_LINES = 5
+HYDRA_HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
+
+Overrides = tuple[str, ...]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for one sweep, and makes it; the lock ends with the process.
+
+    Raises:
+        ValueError: another sweep holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another sweep runs in {folder}: choose another hydra.sweep.dir") from None
+        yield
+
+
+def finished(folder: Path) -> dict[Overrides, dict]:
+    """The records of the jobs that ended ok or out of memory, by overrides."""
+    records = [record for run_dir in _job_dirs(folder) if (record := read_record(run_dir))]
+    return {tuple(r["overrides"]): r for r in records if r.get("overrides") is not None and r.get("status") in RESULTS}
+
+
+def remove_unfinished(folder: Path, is_planned: Callable[[Overrides], bool]) -> list[str]:
+    """Removes the folders of planned jobs that failed or never ended, and of those that left no record.
+
+    Nothing may run in them any more. Folders in which no job was started stay.
+
+    Returns:
+        A line about each.
+    """
+    lines = []
+    for run_dir in _job_dirs(folder):
+        record = read_record(run_dir)
+        if record is None:
+            entries = {path.name for path in run_dir.iterdir()}
+            is_stale = not entries or bool(entries & {FILE_NAME, OUTPUT, ".hydra"})
+        else:
+            planned = record.get("overrides") is not None and is_planned(tuple(record["overrides"]))
+            is_stale = planned and record.get("status") not in RESULTS
+        if is_stale:
+            shutil.rmtree(run_dir)
+            reason = "failed" if record and record.get("status") == "error" else "did not end"
+            lines.append(f"removed {run_dir}: its job {reason} and will be repeated")
+    return lines
+
+
+def next_number(folder: Path) -> int:
+    """The number after the largest that a job has."""
+    return max((int(run_dir.name) for run_dir in _job_dirs(folder)), default=-1) + 1
+
+
+def _job_dirs(folder: Path) -> list[Path]:
+    numbered = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(numbered, key=lambda path: int(path.name))
+
+
+def close_record(run_dir: Path, overrides: Sequence[str], folder: Path, reason: str, exit_code: int | None) -> dict:
+    """The record of a job whose process ended; if the job did not write how, an error with this reason is appended."""
+    record = read_record(run_dir) or {}
+    if record.get("status") not in FINAL:
+        record |= {"status": "error", "error": reason, "overrides": list(overrides), "sweep": str(folder)}
+        record |= {} if exit_code is None else {"exit_code": exit_code}
+        append_line({key: value for key, value in record.items() if key != "run_dir"}, run_dir / FILE_NAME)
+    return record | {"run_dir": str(run_dir)}
+
+
+def reason_of_end(exit_code: int, output: Path) -> str:
+    """Why a process ended that left no word in its record: its signal, or its last lines."""
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    with open(output, "rb") as stream:
+        stream.seek(max(0, os.path.getsize(output) - TAIL_BYTES))
+        lines = [line.rstrip() for line in stream.read().decode(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith(HYDRA_HINT)]
+    if exit_code and lines and lines[-1].startswith("error: "):  # by which our scripts refuse a value
+        return lines[-1].removeprefix("error: ")
+    if exit_code and any(line.startswith("Traceback ") for line in lines):
+        return "\n".join(lines[-TAIL_LINES:])
+    return f"it ended with status {exit_code} before it was done{f', after: {lines[-1]}' if lines else ''}"
+
+
+def outcome(record: dict | None) -> str:
+    """A record in a few words: `0.5 GiB, 1,000 tokens/s`, `OOM at step 2, backward`, or `error: ` and the last line."""
+    if record is None:
+        return "did not end"
+    if record["status"] == "ok":
+        return f"{peak(record)}, {speed(record)} tokens/s"
+    if record["status"] == "oom":
+        return f"OOM{place(record)}"
+    return f"error{place(record)}: {' '.join((record.get('error') or '').strip().splitlines()[-1:])}"
+
+
+def peak(record: dict) -> str:
+    """The peak of memory in GiB; of the first step if there was no other."""
+    found = [record[name] for name in PEAKS if isinstance(record.get(name), int | float)]
+    return f"{found[0]:.3f} GiB" if found else "-"
+
+
+def speed(record: dict) -> str:
+    """Tokens a second."""
+    tokens_per_s = record.get("tokens_per_s")
+    return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+
+
+def place(record: dict) -> str:
+    """` at step 2, backward`, or nothing if training had not begun."""
+    step, phase = record.get("step"), record.get("phase")
+    return f" at step {step}, {phase}" if step is not None and phase else ""
+
+
+class Progress:
+    """Prints a line when a job starts and one when it ends; failures go to stderr as well.
+
+    Args:
+        total: how many jobs are planned; None if nobody can know.
+        left: how many of them have to run.
+    """
+
+    def __init__(self, total: int | None = None, left: int = 0):
+        self.total, self.left = total, left
+        self.seconds: list[float] = []
+
+    def start(self, number: int, label: str) -> None:
+        """Job `number`, counted from 1, starts."""
+        self.name = f"job {number}{f' of {self.total}' if self.total else ''}: {label}".rstrip(": ")
+        self.started = time.monotonic()
+        print(self.name, flush=True)
+
+    def end(self, record: dict | None) -> None:
+        """The job that was started last has ended."""
+        self.seconds.append(time.monotonic() - self.started)
+        self.left -= 1
+        text = f"  {outcome(record)}; {_duration(self.seconds[-1])}"
+        if self.left > 0:
+            text += f", about {_duration(self.left * sum(self.seconds) / len(self.seconds))} left"
+        print(text, flush=True)
+        tell_failure(self.name, record)
+
+
+def tell_failure(name: str, record: dict | None) -> None:
+    """Names a job that did not end ok or out of memory, with its folder, on stderr."""
+    if record is None or record["status"] not in RESULTS:
+        where = "" if record is None else f", see {record['run_dir']}"
+        print(f"{name}: {outcome(record)}{where}", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def varying(jobs: Sequence[Sequence[str]]) -> list[int]:
+    """The positions at which the overrides of a sweep's jobs differ; all of them if there is one job."""
+    return [i for i in range(len(jobs[0])) if len(jobs) == 1 or len({job[i] for job in jobs}) > 1]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows in columns as wide as they need to be; the last column is not padded."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
