@@ -27,11 +27,11 @@ lint: install  ## check style and format
 bench: install  ## compare implementations of the loss on two small shapes; a GPU deserves larger ones
 	$(BIN)/python scripts/bench.py --shapes 2048x4096x128,2048x4096 --dtype fp32 --inputs peaked
 
-report: install  ## make report/index.html of the records in docs/results, and from it what docs/ shows
-	$(BIN)/python scripts/report.py docs/results/small_h200 docs/results/bench_h200/head.jsonl \
-		docs/results/bench_h200/scaling.jsonl --out report
-	cp $(foreach name,backends head_time_memory head_scaling,report/$(name).svg report/$(name).png) docs/figures
-	cp report/calculator.html docs
+RESULTS := $(addprefix docs/results/,small_h200 frontier_h200 bench_h200/head.jsonl bench_h200/scaling.jsonl)
+
+report: install  ## make docs/report/index.html, its figures and docs/calculator.html from the records in docs/results
+	$(BIN)/python scripts/report.py $(RESULTS) --out docs/report
+	mv docs/report/calculator.html docs
 
 clean:  ## remove .venv and caches, keep runs
 	rm -rf .venv .pytest_cache .ruff_cache logitless.egg-info

@@ -11,7 +11,7 @@ from tiny import BACKENDS, ROOT
 
 from kernels.devices import DEVICES
 from logitless import footprint, losses
-from logitless.footprint import Step, fits, head_plan, longest, n_parameters, peak_bytes, phases
+from logitless.footprint import Step, fits, head_plan, longest, n_parameters, peak_bytes, peak_parts, phases
 from logitless.memory import GIB, LiveTensorMeter
 from logitless.model import GPT, GPTConfig
 
@@ -92,12 +92,25 @@ def test_on_a_cpu_forward_and_backward_take_what_is_predicted(checkpoint, name, 
     model, seq_len, batch_size = MODELS[name]
     step = Step(replace(model, checkpoint=checkpoint), CPU, seq_len, batch_size, precision, chunk=100)
     forward, backward = measure(step, backend)
-    predicted = phases(step, backend)
+    predicted = {phase: sum(parts) for phase, parts in phases(step, backend).items()}
     assert predicted["forward"] == pytest.approx(forward, rel=0.01)
     assert peak_bytes(step, backend) == pytest.approx(max(forward, backward), rel=0.01)
     if backend != "fused":  # of which "head backward" is a bound only
         in_backward = max(size for phase, size in predicted.items() if "backward" in phase)
         assert in_backward == pytest.approx(backward, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("backend", "seq_len", "checkpoint", "largest"),
+    [("naive", 8192, False, "head"), ("fused", 8192, False, "blocks"), ("fused", 128, True, "states")],
+)
+def test_the_parts_of_a_peak_say_what_fills_the_memory(backend, seq_len, checkpoint, largest):
+    model = GPTConfig(12, 12, 768, 131072, "gelu", tied=True, head_bias=False, dropout=0.0, checkpoint=checkpoint)
+    step = Step(model, DEVICES["NVIDIA H200"], seq_len, 1, "bf16-mixed", chunk=128)
+    parts = peak_parts(step, backend)._asdict()
+    assert sum(parts.values()) == peak_bytes(step, backend)
+    assert max(parts, key=parts.get) == largest
+    assert parts["states"] >= 4 * 3 * n_parameters(model)
 
 
 @pytest.mark.parametrize(("budget_mib", "schedule"), [(None, "tokens"), (3.0, "vocab")])

@@ -8,6 +8,7 @@ import statistics
 import pytest
 from tiny import BACKENDS, ROOT
 
+from logitless import frontier, lengths, prediction
 from logitless.records import read_records
 
 README = (ROOT / "README.md").read_text()
@@ -48,6 +49,44 @@ def test_the_cpu_table_is_the_record(backend):
         f"| {record['peak_live_tensor_gib']:.2f} GiB | {record['tokens_per_s']:,.0f} | {record['val_loss']:.4f} |"
     )
     assert rows_of(backend)[1].endswith(expected)
+
+
+def frontier_runs() -> list[dict]:
+    return read_records([ROOT / "docs" / "results" / "frontier_h200"])
+
+
+def test_the_table_of_longest_sequences_is_the_records():
+    section = README[README.index("## Where out-of-memory starts") : README.index("## The lesson")]
+    panels = frontier.bounds(lengths.split(frontier_runs(), frontier.problem)[1])
+    lines = re.findall(r"^\| (V = [^|]+) \| ([\d,]+) \| (.+) \| (.+) \|$", section, flags=re.M)
+    words = {"V = 50,304": "V = 50304", "V = 131,072": "V = 131072"}
+    words["V = 131,072, `model.checkpoint=true`"] = "V = 131072, activation checkpointing"
+    assert {words[line[0]] for line in lines} == set(panels)
+    for name, *cells in lines:
+        naive, *others = panels[words[name]]
+        ratios = [bound.longest / naive.longest for bound in others]
+        assert all(ratio >= (8 if "checkpoint" in name else 3) for ratio in ratios[1:]) or "131" not in name
+        right = [f"{naive.longest:,}"]
+        for bound, ratio in zip(others, ratios, strict=True):
+            assert bound.too_long is None or bound.too_long <= 1.1 * bound.longest
+            right.append(f"{bound.longest:,}{'' if bound.too_long else ' or more'} ({ratio:.1f}x)")
+        assert cells == right
+    naive, _, fused = zip(panels["V = 131072"], panels["V = 131072, activation checkpointing"], strict=True)
+    for backend, share in (
+        (naive, r"\((\d+)% of the peak in the second line, (\d+)%"),
+        (fused, r"\((\d+)% and (\d+)%"),
+    ):
+        (found,) = re.findall(share, section)
+        assert [f"{percent}% of the peak" for percent in found] == [" ".join(b.filled_by.split()[1:]) for b in backend]
+    assert [bound.filled_by.split()[0] for bound in (*naive, *fused)] == ["head", "head", "blocks", "blocks"]
+
+
+def test_the_peaks_at_the_frontier_were_foreseen():
+    runs = [run for run in frontier_runs() if run["status"] == "ok"]
+    errors = [prediction.predicted_gib(run, run["seq_len"]) / run["peak_allocated_gib"] - 1 for run in runs]
+    assert f"all {len(runs)}\nmeasured peaks are within 0.01% of them" in README
+    assert max(map(abs, errors)) <= 1e-4
+    assert all(run["validation_peak_allocated_gib"] < run["peak_allocated_gib"] for run in runs)
 
 
 def bench_rows(name: str) -> list[dict]:

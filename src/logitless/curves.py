@@ -8,7 +8,9 @@ import altair as alt
 
 from logitless import palette, settings
 from logitless.figures import (
+    ENOUGH_POINTS,
     FACTS,
+    TOO_SHORT,
     Drawing,
     column,
     labels_of,
@@ -21,7 +23,6 @@ from logitless.figures import (
 from logitless.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
 from logitless.records import lacks
 
-ENOUGH_POINTS = 10  # of training loss, for a curve
 MOST_PANELS = 4
 WIDTH, HEIGHT = 380, 240  # pixels of a panel
 LETTERS = 60  # of a line above it
@@ -39,7 +40,7 @@ def problem(record: dict) -> str | None:
         return f"{record['curves']} cannot be read: {type(error).__name__}: {error}"
     if n_points == 0:
         return f"no training loss in {record['curves']}"
-    return f"fewer than {ENOUGH_POINTS} points of training loss" if n_points < ENOUGH_POINTS else None
+    return TOO_SHORT if n_points < ENOUGH_POINTS else None
 
 
 def training_loss(records: list[dict]) -> Drawing:

@@ -19,6 +19,8 @@ PEAKS = {"peak_allocated_gib": "peak allocated (GiB)", "peak_live_tensor_gib": "
 FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict}
 BAR = 25  # pixels
 UNREADABLE = "no whole line in its record"  # the status of a run that left one
+ENOUGH_POINTS = 10  # of training loss, for a curve
+TOO_SHORT = f"fewer than {ENOUGH_POINTS} points of training loss"
 MOST_POINTS = 400  # of a curve, on a page of many
 MOST_COMMANDS, MOST_VALUES = 4, 6  # that a subtitle has room for
 VERSIONS = ("torch", "triton", "lightning")  # that the subtitle names
@@ -58,9 +60,16 @@ def problem(record: dict) -> str | None:
 
 
 def backends(records: list[dict]) -> Drawing:
-    """Curves and peaks of runs of one length, those of a GPU above those of a CPU, which counts other bytes."""
+    """Curves and peaks of runs of one length, those of a GPU above those of a CPU, which counts other bytes.
+
+    Among runs of several lengths those count that are long enough for a curve.
+    """
     left_out = {record["run_dir"]: reason for record in records if (reason := problem(record))}
     records = [record for record in records if record["run_dir"] not in left_out]
+    if len({record.get("seq_len") for record in records}) > 1:
+        short = [record for record in records if len(losses(record)) < ENOUGH_POINTS]
+        left_out |= {record["run_dir"]: TOO_SHORT for record in short}
+        records = [record for record in records if record not in short]
     if not records or len({record.get("seq_len") for record in records}) > 1:
         return Drawing(None, left_out if not records else {})
     groups = {unit: [record for record in records if unit in record] for unit in PEAKS}

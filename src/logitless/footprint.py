@@ -28,7 +28,7 @@ CPU. tests/test_footprint.py compares with bf16-mixed on an H200, and with all b
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernels import plan
 from kernels.devices import DEVICES, Device
@@ -138,12 +138,31 @@ def n_parameters(model: GPTConfig) -> int:
     return embedding + head + model.n_layers * (_matrices(model) + 2 * model.width) + model.width
 
 
+class Parts(NamedTuple):
+    """What the bytes of a moment belong to.
+
+    Args:
+        states: parameters, their gradients and AdamW's states, and the tokens.
+        blocks: what autograd keeps of the blocks, and what a block makes in forward or backward.
+        head: what the head and its loss hold, from the final norm on.
+    """
+
+    states: int
+    blocks: int
+    head: int
+
+
 def peak_bytes(step: Step, backend: str) -> int:
     """The largest of `phases`."""
-    return max(phases(step, backend).values())
+    return sum(peak_parts(step, backend))
 
 
-def phases(step: Step, backend: str) -> dict[str, int]:
+def peak_parts(step: Step, backend: str) -> Parts:
+    """The parts of the largest of `phases`."""
+    return max(phases(step, backend).values(), key=sum)
+
+
+def phases(step: Step, backend: str) -> dict[str, Parts]:
     """Bytes at the worst moment of each phase; of `fused` by token chunks "head backward" is a bound below "forward".
 
     Raises:
@@ -170,13 +189,18 @@ def phases(step: Step, backend: str) -> dict[str, int]:
         last = first + (model.n_layers - 1) * stream
     # Behind a loss scaler AdamW is not fused: a root and a denominator, one weight after another.
     denominators = 2 * embedding if step.precision == "16-mixed" else 0
+    head_forward, head_backward = norm + forward, norm + backward
+    if block_forward > head_forward:
+        in_forward = Parts(always + gradients, blocks + block_forward, 0)
+    else:
+        in_forward = Parts(always + gradients, blocks, head_forward)
     return {
-        "forward": always + gradients + blocks + max(norm + forward, block_forward),
-        "head backward": always + blocks + norm + backward,
-        "last block backward": always + last + head + mlp_backward,
-        "first block backward": always + first + head + others - size * _matrices(model) + mlp_backward,
-        "embedding backward": always + others + head + embedding + max(stream, embedding if model.tied else 0),
-        "optimizer": always + gradients + denominators,
+        "forward": in_forward,
+        "head backward": Parts(always, blocks, head_backward),
+        "last block backward": Parts(always + head, last + mlp_backward, 0),
+        "first block backward": Parts(always + head + others - size * _matrices(model), first + mlp_backward, 0),
+        "embedding backward": Parts(always + others + head, 0, embedding + max(stream, embedding if model.tied else 0)),
+        "optimizer": Parts(always + gradients + denominators, 0, 0),
     }
 
 

@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import altair as alt
 
-from logitless import lengths, palette
+from logitless import lengths, palette, prediction
 from logitless.figures import Drawing, provenance_of_runs
 from logitless.panels import AXES, FRONTIER
 
 ENOUGH_STEPS = 3  # an out-of-memory in step 2 is one still
+PARTS = {"states": "weights and optimizer", "blocks": "blocks", "head": "head"}  # of `footprint.Parts`
 BAR, WIDTH = 26, 680  # pixels
 ROOM = 2.0  # of the axis over the longest length, for words behind its bar
 
@@ -20,6 +21,7 @@ class Bound(NamedTuple):
         longest: the longest length of a run that ended ok after ENOUGH_STEPS.
         too_long: the shortest length beyond it that ran out of memory.
         contradiction: the shortest length that ran out of memory although a longer one did not.
+        filled_by: what takes most of the memory at the longest length, as predicted, in words; or "".
     """
 
     label: str
@@ -27,25 +29,28 @@ class Bound(NamedTuple):
     longest: int | None
     too_long: int | None
     contradiction: int | None
+    filled_by: str
 
     def in_words(self, naive: int | None = None) -> str:
-        """`4,096 (2.0x naive); out of memory at 8,192`, given naive's longest length."""
+        """`4,096 (2.0x naive); out of memory at 8,192; head 71% of the peak`, given naive's longest length."""
         if self.longest is None:
             return f"none; out of memory at {self.too_long:,}"
         compared = f" ({self.longest / naive:.1f}x naive)" if naive and self.backend != "naive" else ""
         bounded = "not bounded" if self.too_long is None else f"out of memory at {self.too_long:,}"
-        return f"{self.longest:,}{compared}; {bounded}"
+        return "; ".join(filter(None, [f"{self.longest:,}{compared}", bounded, self.filled_by]))
 
 
 def bound_of(records: list[dict]) -> Bound:
     """That of the runs of one combination, each ok or oom."""
-    fitting = [record["seq_len"] for record in records if record["status"] == "ok"]
+    fitting = {record["seq_len"]: record for record in records if record["status"] == "ok"}
     failing = [record["seq_len"] for record in records if record["status"] == "oom"]
     longest = max(fitting, default=None)
     beyond = [length for length in failing if longest is None or length > longest]
     contradiction = min(set(failing) - set(beyond), default=None)
     label, backend = lengths.label_of(records[0]), records[0]["backend"]
-    return Bound(label, backend, longest, min(beyond, default=None), contradiction)
+    largest = prediction.largest_part(fitting[longest]) if fitting else None
+    filled_by = f"{PARTS[largest[0]]} {largest[1]:.0%} of the peak" if largest else ""
+    return Bound(label, backend, longest, min(beyond, default=None), contradiction, filled_by)
 
 
 def problem(record: dict) -> str | None:

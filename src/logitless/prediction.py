@@ -4,9 +4,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from kernels.devices import DEVICES, Device
-from logitless.footprint import BACKENDS, Step, peak_bytes
+from logitless.footprint import BACKENDS, GIB, Step, peak_bytes, peak_parts
 
-GIB = 2**30
 POINTS = 24  # of a predicted line
 OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "accumulate": 1, "compile": False}
 
@@ -26,7 +25,22 @@ def predicted_peaks(runs: list[dict], label_of: Callable[[dict], str]) -> tuple[
 
 
 def predicted_gib(run: dict, seq_len: int) -> float:
-    """The peak of a run's training step at another length.
+    """The peak of a run's training step at another length; raises what `step_of` does."""
+    return peak_bytes(step_of(run, seq_len), run["backend"]) / GIB
+
+
+def largest_part(run: dict) -> tuple[str, float] | None:
+    """What takes most of a run's peak, by its name in `footprint.Parts`, and its share; None if nobody can say."""
+    try:
+        parts = peak_parts(step_of(run, run["seq_len"]), run["backend"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    name, size = max(parts._asdict().items(), key=lambda part: part[1])
+    return name, size / sum(parts)
+
+
+def step_of(run: dict, seq_len: int) -> Step:
+    """A run's training step at another length.
 
     Raises:
         ValueError: it cannot be predicted, and why; KeyError or TypeError where the record lacks what is needed.
@@ -41,8 +55,7 @@ def predicted_gib(run: dict, seq_len: int) -> float:
     loss = config.get("loss") or {}
     model, device = GPTConfig(**config["model"]), _device(run["device"])
     chunk = "auto" if run.get("chunk") is None else run["chunk"]
-    shape = seq_len, run["batch_size"], run["precision"]
-    return peak_bytes(Step(model, device, *shape, chunk, loss.get("budget_mib")), run["backend"]) / GIB
+    return Step(model, device, seq_len, run["batch_size"], run["precision"], chunk, loss.get("budget_mib"))
 
 
 def _device(name: str) -> Device:
