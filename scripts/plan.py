@@ -5,7 +5,7 @@
     python scripts/plan.py --model small --device H200 --seq-len 8192,65536 --checkpoint --memory-limit-gib 24
 
 Needs no GPU. A part of a device's name will do if no other has it. What is not given is as in conf/. Peaks are GiB =
-2**30 bytes of tensors; a twentieth of the device is left to the allocator and the context, or 4% of a limit. The plan
+2**30 bytes of tensors; a twentieth of the device is left to the allocator and the context, or 1.5% of a limit. The plan
 of fused has the predicted time of the head in forward and backward. Whether a library takes more than 2**31 logits is
 another question.
 """

@@ -13,13 +13,9 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
-from logitless.job import prepare
-from logitless.memory import is_out_of_memory
 from logitless.records import FILE_NAME
-from logitless.run import train
 from logitless.sweeper import identity
 
 OVERRIDES = "overrides.yaml"
@@ -27,22 +23,29 @@ OVERRIDES = "overrides.yaml"
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
+    # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from logitless.job import prepare
+    from logitless.memory import is_out_of_memory
+    from logitless.run import train
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    overrides, sweep = identity(HydraConfig.get())
+    overrides, sweep_dir = identity(HydraConfig.get())
     try:
         job = prepare(started(config, run_dir))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
-        print(last_lines(train(job, run_dir, overrides, sweep), run_dir))
+        print(last_lines(train(job, run_dir, overrides, sweep_dir), run_dir))
     except SystemExit as error:
         print(f"stopped; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
             sys.exit(143)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error, job.device):
             raise
         print(f"out of memory: {error}", file=sys.stderr)
         sys.exit(1)
@@ -63,9 +66,10 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
         before = hydra.compose("train", overrides=list(OmegaConf.load(first)))
         overrides = [*OmegaConf.load(first), *overrides]
         config = hydra.compose("train", overrides=overrides)
-        for key in ("accumulate", "model"):  # the windows of the data are counted, the weights have their shapes
-            if config[key] != before[key]:
-                raise ValueError(f"{key}={config[key]} must stay {before[key]} in a resumed run")
+        for key in ("accumulate", *(f"model.{name}" for name in before.model if name != "checkpoint")):
+            value, was = OmegaConf.select(config, key), OmegaConf.select(before, key)
+            if value != was:  # the windows of the data are counted, the weights have their shapes
+                raise ValueError(f"{key}={value} must stay {was} in a resumed run")
     OmegaConf.save(overrides, run_dir / OVERRIDES)
     return config
 

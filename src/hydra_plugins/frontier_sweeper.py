@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass, field
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.types import Override
 
 from logitless import sweep
+from logitless.config import COUNT
 from logitless.sweep import Overrides
-from logitless.sweeper import FreshProcessSweeper
+from logitless.sweeper import FreshProcessSweeper, jobs_of
 
 KEY = "seq_len"
 STEPS = 3  # what runs out of memory at step 2 does not fit: the optimizer's state is allocated at the end of step 1
@@ -33,8 +33,11 @@ class Search:
     is_done: bool = False
 
     def add(self, length: int, record: dict | None) -> None:
-        """The job of this length has ended."""
+        """The job of this length has ended, now or in an earlier search."""
         status = "error" if record is None else record["status"]
+        good, bad = self.lengths.get("ok", 0), self.lengths.get("oom", math.inf)
+        if (status == "ok" and length < good) or (status == "oom" and length > bad):
+            return
         self.records[status], self.lengths[status] = record, length
         self.is_done = status == "error"
 
@@ -56,15 +59,19 @@ class FrontierSweeper(FreshProcessSweeper):
 
     def run(self, overrides: list[Override]) -> bool:
         searches = self._searches(overrides)
-        ours = {search.overrides for search in searches}
-        for line in sweep.remove_unfinished(self.folder, lambda job: job[:-1] in ours):
+        by_key = {sweep.key_of(search.overrides): search for search in searches}
+        for line in sweep.remove_unfinished(
+            self.folder, lambda job: _without_length(job) in by_key, may_run=not self.is_sequential()
+        ):
             print(line)
-        before = sweep.finished(self.folder)
         print(f"frontier of {len(searches)} combinations in {self.folder}", flush=True)
+        for job, record in sweep.finished(self.folder).items():
+            if search := by_key.get(_without_length(job)):
+                search.add(record["seq_len"], record)
         progress = sweep.Progress()
         try:
             for search in searches:
-                self._search(search, before, progress)
+                self._search(search, progress)
         finally:
             print("\n" + frontier_table(searches), flush=True)
         return not any("error" in search.lengths for search in searches)
@@ -72,12 +79,15 @@ class FrontierSweeper(FreshProcessSweeper):
     def _searches(self, overrides: list[Override]) -> list[Search]:
         if any(override.key_or_group == KEY for override in overrides):
             raise ValueError(f"{KEY} is what the frontier finds: choose where it starts with hydra.sweeper.start")
-        if not self.resolution > 0 or not 0 < self.multiple <= self.longest:
-            raise ValueError("hydra.sweeper: resolution must be > 0, and multiple in [1, longest]")
+        for name in ("start", "multiple", "longest"):
+            value = getattr(self, name)
+            if not COUNT.holds(value) and not (name == "start" and value is None):
+                raise ValueError(f"hydra.sweeper.{name}={value} must be {COUNT.words}")
+        if not isinstance(self.resolution, int | float) or not self.resolution > 0 or self.multiple > self.longest:
+            raise ValueError("hydra.sweeper: resolution must be a number > 0, and multiple at most longest")
         given = {override.key_or_group for override in overrides}
         short = [f"{key}={value}" for key, value in SHORT.items() if key not in given]
-        (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-        jobs = list(dict.fromkeys(map(tuple, jobs)))
+        jobs = jobs_of(overrides)
         positions = sweep.varying(jobs)
         searches = []
         for job in jobs:
@@ -85,18 +95,14 @@ class FrontierSweeper(FreshProcessSweeper):
             if config.max_steps < STEPS:
                 raise ValueError(f"max_steps={config.max_steps} must be at least {STEPS}: less tells not what fits")
             label = " ".join(job[i] for i in positions)
-            searches.append(
-                Search((*job, *short), label or "this configuration", self._round(self.start or config[KEY]))
-            )
+            start = self._round(config[KEY] if self.start is None else self.start)
+            searches.append(Search((*job, *short), label or "this configuration", start))
         return searches
 
-    def _search(self, search: Search, before: dict[Overrides, dict], progress: sweep.Progress) -> None:
-        """Runs jobs until the frontier of one combination is known, or a job fails; earlier jobs are not repeated."""
+    def _search(self, search: Search, progress: sweep.Progress) -> None:
+        """Runs jobs until the frontier of one combination is known, or a job fails."""
         while not search.is_done and (length := self._next_length(search)):
             job = (*search.overrides, f"{KEY}={length}")
-            if job in before:
-                search.add(length, before[job])
-                continue
             progress.start(sweep.next_number(self.folder) + 1, f"{search.label} {KEY}={length}")
             (record,) = self.launch([job])
             search.add(length, record)
@@ -124,9 +130,13 @@ class FrontierSweeper(FreshProcessSweeper):
         return max(self.multiple, int(min(length, self.longest)) // self.multiple * self.multiple)
 
 
+def _without_length(job: Overrides) -> Overrides:
+    return sweep.key_of([override for override in job if not override.startswith(f"{KEY}=")])
+
+
 def frontier_table(searches: list[Search]) -> str:
     """A row for each combination."""
-    rows = [["combination", "longest", "not", "ran out", "peak at the longest"]]
+    rows = [["combination", "longest", "too long", "where", "peak at the longest"]]
     for search in searches:
         good, bad = search.records.get("ok"), search.records.get("oom")
         longest = str(search.lengths.get("ok", 0 if bad and search.is_done and "error" not in search.lengths else "-"))

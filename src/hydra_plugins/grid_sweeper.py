@@ -1,29 +1,30 @@
 """The grid sweeper: every combination of the values in the command, each job a fresh process."""
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.types import Override
 
 from logitless import sweep
 from logitless.sweep import Overrides
-from logitless.sweeper import FreshProcessSweeper
+from logitless.sweeper import FreshProcessSweeper, jobs_of
 
 
 class GridSweeper(FreshProcessSweeper):
     """`a=1,2 b=x,y` are four jobs, in this order; conf/hydra/sweeper/grid.yaml tells more."""
 
     def run(self, overrides: list[Override]) -> bool:
-        (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+        jobs = jobs_of(overrides)
         self.validate_batch_is_legal(jobs)
-        jobs = [tuple(job) for job in jobs]
-        for line in sweep.remove_unfinished(self.folder, set(jobs).__contains__):
+        planned = set(map(sweep.key_of, jobs))
+        for line in sweep.remove_unfinished(self.folder, planned.__contains__, may_run=not self.is_sequential()):
             print(line)
-        records = sweep.finished(self.folder)
-        left = [job for job in dict.fromkeys(jobs) if job not in records]
+        before = sweep.finished(self.folder)
+        records = {job: before[key] for job in jobs if (key := sweep.key_of(job)) in before}
+        left = [job for job in jobs if job not in records]
         print(f"sweep of {len(jobs)} jobs in {self.folder}, {len(jobs) - len(left)} done before", flush=True)
         try:
             if self.is_sequential():
                 self._run_one_by_one(jobs, left, records)
             elif left:
+                records |= dict.fromkeys(left)  # so the table tells of them when it is interrupted
                 records |= zip(left, self.launch(left), strict=True)
                 for job in left:
                     sweep.tell_failure(" ".join(job), records[job])

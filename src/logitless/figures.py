@@ -132,11 +132,14 @@ def title(records: list[dict]) -> alt.TitleParams:
 
 
 def provenance_of_runs(text: str, records: list[dict]) -> alt.TitleParams:
-    """A title with devices, versions, commits, and the commands of the runs, joined into one if there are many."""
+    """A title with devices, versions, commits, and the runs' commands; of many, those with the same keys as one."""
     words = [_overrides(record, ("hydra.", "logger=")) for record in records]
     commands = list(dict.fromkeys(" ".join(own) for own in words))
     if len(commands) > MOST_COMMANDS:
-        commands = [_joined(words)]
+        alike = {}
+        for own in words:
+            alike.setdefault(tuple(word.partition("=")[0] for word in own), []).append(own)
+        commands = [_joined(own) for own in alike.values()]
     lines = [f"python scripts/train.py {command}" for command in commands]
     return provenance(text, _with_shown_versions(records), lines)
 

@@ -10,8 +10,9 @@ from logitless.panels import AXES, FRONTIER
 
 ENOUGH_STEPS = 3  # an out-of-memory in step 2 is one still
 PARTS = {"states": "weights and optimizer", "blocks": "blocks", "head": "head"}  # of `footprint.Parts`
+CONTEXT_GIB = 1.0  # of a GPU's memory that its own context and driver may hold when a run starts
 BAR, WIDTH = 26, 680  # pixels
-ROOM = 2.0  # of the axis over the longest length, for words behind its bar
+ROOM = 2.2  # of the axis over the longest length, for words behind its bar
 
 
 class Bound(NamedTuple):
@@ -86,8 +87,23 @@ def frontier(records: list[dict]) -> Drawing:
         if bound.contradiction
     ]
     charts = [_panel(words, panel) for words, panel in found.items()]
-    text = f"{FRONTIER.title}; crosses: the shortest that ran out of memory"
+    notes += [
+        f"{record['run_dir']} ran out of memory with {record['allocator']['free_gib']:.1f} GiB free when it started"
+        for record in records
+        if record["status"] == "oom" and _began_without_room(record)
+    ]
+    text = f"{lengths.titled(FRONTIER.title, records)}; crosses: the shortest that ran out of memory"
     return Drawing(alt.vconcat(*charts).properties(title=provenance_of_runs(text, records)), left_out, notes)
+
+
+def _began_without_room(record: dict) -> bool:
+    """Whether others held so much of the device that the failure says nothing of the length."""
+    allocator = record.get("allocator")
+    if not isinstance(allocator, dict):
+        return False
+    total = allocator["total_gib"]
+    on_gpu = not record["device"].startswith("cpu")
+    return on_gpu and allocator["free_gib"] < min(record.get("memory_limit_gib") or total, total) - CONTEXT_GIB
 
 
 def _panel(words: str, found: list[Bound]) -> alt.LayerChart:

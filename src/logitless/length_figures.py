@@ -7,7 +7,8 @@ import altair as alt
 
 from logitless import palette
 from logitless.figures import Drawing, provenance_of_runs, status_of
-from logitless.lengths import label_of, panels, problem, split
+from logitless.footprint import GIB
+from logitless.lengths import label_of, panels, problem, split, titled
 from logitless.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
 from logitless.prediction import predicted_peaks
 
@@ -30,11 +31,11 @@ def peak_memory(records: list[dict]) -> Drawing:
     charts, notes, n_dashed = [], [], 0
     for words, runs in panels(records).items():
         panel = _peak_of(runs[0])
-        limit = next((run["memory_limit_gib"] for run in runs if _is_positive(run.get("memory_limit_gib"))), None)
+        limit = next((limit for run in runs if (limit := _limit(run)) is not None), None)
         dashed, reasons = predicted_peaks(runs, label_of)
         n_dashed += len(dashed)
         if limit and isinstance(meaning := runs[0].get("memory_limit"), str):
-            notes.append(f"limit of {limit:g} GiB: {meaning}")
+            notes.append(f"limit of {runs[0]['memory_limit_gib']:g} GiB: {meaning}")
         for label, reason in reasons.items():
             notes.append(f"no prediction of {', '.join(filter(None, [words, label]))}: {reason}")
         points = [_point(run, run[panel.y] if run["status"] == "ok" else _height(run, panel.y)) for run in runs]
@@ -57,7 +58,18 @@ def speed(records: list[dict]) -> Drawing:
     for words, runs in panels(records).items():
         points = [_point(run, run[SPEED.y] if run["status"] == "ok" else 0.0) for run in runs]
         charts.append(_panel(SPEED, words, _encodings(records), points, [], None))
-    return Drawing(_grid(charts, "Speed of training", records), left_out)
+    steps = sorted(run["steps"] - 1 for run in records if run["status"] == "ok" and isinstance(run.get("steps"), int))
+    title = f"Speed of training, mean of {steps[0]} to {steps[-1]} steps after the first" if steps else "Speed"
+    return Drawing(_grid(charts, title, records), left_out)
+
+
+def _limit(run: dict) -> float | None:
+    """A run's limit on the axis of its peaks, in GiB; on a CPU the parameters, which it does not count, come on top."""
+    limit, n_parameters = run.get("memory_limit_gib"), run.get("n_parameters")
+    if not _is_positive(limit):
+        return None
+    beside = 4 * n_parameters / GIB if _peak_of(run) is PEAK_LIVE_TENSORS and _is_positive(n_parameters) else 0
+    return limit + beside
 
 
 def _is_positive(value: object) -> bool:
@@ -73,7 +85,7 @@ def _peak_of(run: dict) -> Panel:
 def _height(run: dict, unit: str) -> float | None:
     """Where the cross of a run stands: at its limit, else at the device's memory, else at its last good peak."""
     allocator = run.get("allocator") if isinstance(run.get("allocator"), dict) else {}
-    candidates = (run.get("memory_limit_gib"), allocator.get("total_gib"), run.get(unit), run.get(f"cold_{unit}"))
+    candidates = (_limit(run), allocator.get("total_gib"), run.get(unit), run.get(f"cold_{unit}"))
     return next((value for value in candidates if _is_positive(value)), None)
 
 
@@ -130,7 +142,7 @@ def _panel(
         crosses = alt.Chart(alt.Data(values=failed)).mark_point(**palette.CROSS, filled=True, opacity=1)
         layers.append(crosses.encode(**axes, **color, tooltip=tooltip))
     if limit:
-        text = {"value": limit, "seq_len": sizes[0], "words": f"limit {limit:g} GiB"}
+        text = {"value": limit, "seq_len": sizes[0], "words": f"limit {limit:.3g} GiB"}
         rule = alt.Chart(alt.Data(values=[text]))
         layers.append(rule.mark_rule(color="black").encode(y=axes["y"]))
         layers.append(rule.mark_text(align="left", baseline="top", dy=4, dx=-8).encode(**axes, text="words:N"))
@@ -141,6 +153,7 @@ def _panel(
 def _grid(charts: list[alt.LayerChart], title: str, runs: list[dict]) -> alt.VConcatChart | None:
     if not any(run["status"] == "ok" for run in runs):
         return None
+    title = titled(title, runs)
     title += "; crosses: out of memory" if any(run["status"] == "oom" for run in runs) else ""
     rows = [alt.hconcat(*charts[i : i + COLUMNS]) for i in range(0, len(charts), COLUMNS)]
     return alt.vconcat(*rows).properties(title=provenance_of_runs(title, runs))

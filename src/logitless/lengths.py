@@ -1,5 +1,6 @@
 """Which runs may be compared over sequence lengths, and the lines and panels that they form."""
 
+import math
 from collections.abc import Callable
 
 from logitless import palette, settings
@@ -54,9 +55,23 @@ def label_of(record: dict) -> str:
 
 
 def panels(records: list[dict]) -> dict[str, list[dict]]:
-    """The runs that may be compared, by what they alone have in common; "" if all may be."""
+    """The runs that may be compared, by what they alone have in common, small numbers first; "" if all may be."""
     own = [settings.without(settings.settings_of(record), settings.INERT + settings.BACKEND) for record in records]
     keys, found = settings.differing(own), {}
-    for record, mine in zip(records, own, strict=True):
+    for record, mine in sorted(zip(records, own, strict=True), key=lambda pair: _order(pair[1], keys)):
         found.setdefault(settings.in_words(mine, keys) or ("others" if keys else ""), []).append(record)
-    return dict(sorted(found.items()))
+    return found
+
+
+def _order(own: settings.Settings, keys: list[str]) -> list[tuple[bool, float, str]]:
+    """Sorts settings by the numbers, then the words, under `keys`; what is not set comes first."""
+    values = [own.get(key, -math.inf) for key in keys]
+    return [(False, value, "") if isinstance(value, int | float) else (True, 0.0, str(value)) for value in values]
+
+
+def titled(text: str, records: list[dict]) -> str:
+    """The text with the limit and the batch size that all runs share."""
+    own = [settings.settings_of(record) for record in records]
+    shared = [key for key in ("memory_limit_gib", "batch_size") if key not in settings.differing(own)]
+    words = settings.in_words(own[0], shared)
+    return f"{text} ({words})" if words else text

@@ -89,4 +89,5 @@ def _data_bytes() -> int:
 
 def _limit_data(limit: int | None) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard if limit is None else limit, hard))
+    is_less = limit is not None and (hard == resource.RLIM_INFINITY or limit < hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if is_less else hard, hard))

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -143,12 +144,20 @@ def allocator(device: torch.device) -> dict[str, str | float]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
-        free, total = (os.sysconf("SC_PAGE_SIZE") * os.sysconf(f"SC_{name}_PAGES") for name in ("AVPHYS", "PHYS"))
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        kib = {name: int(value) for name, value, *_ in lines}
+        free, total = 1024 * kib["MemAvailable:"], 1024 * kib["MemTotal:"]
     return {"settings": settings, "free_gib": free / GIB, "total_gib": total / GIB}
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the allocator itself refused: any other error, whatever its text says of CUDA, is an error."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+def is_out_of_memory(error: BaseException, device: torch.device | None = None) -> bool:
+    """Whether the allocator of `device` (None: of the CPU or a GPU) itself refused.
+
+    Any other error, whatever its text says of CUDA, is an error; so is one of the CPU's in a run on a GPU.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
         return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if device is not None and device.type != "cpu":
+        return False
+    is_refusal = type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return is_refusal or isinstance(error, MemoryError)

@@ -7,7 +7,7 @@ from kernels.devices import DEVICES, Device
 from logitless.footprint import BACKENDS, GIB, Step, peak_bytes, peak_parts
 
 POINTS = 24  # of a predicted line
-OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "accumulate": 1, "compile": False}
+OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "accumulate": 1}
 
 
 def predicted_peaks(runs: list[dict], label_of: Callable[[dict], str]) -> tuple[list[dict], dict[str, str]]:
@@ -55,7 +55,8 @@ def step_of(run: dict, seq_len: int) -> Step:
     loss = config.get("loss") or {}
     model, device = GPTConfig(**config["model"]), _device(run["device"])
     chunk = "auto" if run.get("chunk") is None else run["chunk"]
-    return Step(model, device, seq_len, run["batch_size"], run["precision"], chunk, loss.get("budget_mib"))
+    limits = loss.get("budget_mib"), run.get("memory_limit_gib")
+    return Step(model, device, seq_len, run["batch_size"], run["precision"], chunk, *limits)
 
 
 def _device(name: str) -> Device:

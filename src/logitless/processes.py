@@ -20,13 +20,14 @@ KILLED_S = 30.0  # how long a killed process may need to give back what it holds
 STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
-def run(command: list[str], output: Path, grace_s: float) -> int:
+def run(command: list[str], output: Path, grace_s: float, cwd: str | None = None) -> int:
     """Runs `command` with stdout and stderr in the file `output`; no process of its group outlives the call.
 
     Args:
         command: the program and its arguments.
         output: a file, which is overwritten.
         grace_s: seconds between SIGTERM and SIGKILL.
+        cwd: the folder to run it in; None for ours.
 
     Returns:
         The exit status, negative if a signal killed the command.
@@ -42,6 +43,7 @@ def run(command: list[str], output: Path, grace_s: float) -> int:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=cwd,
                 preexec_fn=partial(_die_with, libc, os.getpid(), blocked),
             )
         wait_and_kill = ["/bin/sh", "-c", 'read _; kill -s KILL -- "-$0"', str(process.pid)]

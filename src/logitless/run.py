@@ -21,14 +21,14 @@ from logitless.module import LanguageModel
 from logitless.records import FILE_NAME, append_line, new_record
 
 
-def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep: str | None = None) -> dict:
+def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str | None = None) -> dict:
     """Trains and returns the record; `run_dir`/record.jsonl gets it too, when it starts and when it ends or fails.
 
     Args:
         job: what to train.
         run_dir: the run's folder.
         overrides: what the configuration was composed with, for the record.
-        sweep: the folder of the sweep that the run belongs to, which W&B groups its runs by; None for a single run.
+        sweep_dir: the folder of the sweep that the run belongs to, which W&B groups its runs by; None for a single run.
 
     Raises:
         Exception: what made the run fail, after its record was written with status "oom" or "error" and, for the
@@ -38,29 +38,31 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep: str | N
     run_dir.mkdir(parents=True, exist_ok=True)
     _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
-    record = new_record(config, job.device) | {"overrides": list(overrides), "sweep": sweep}
+    record = new_record(config, job.device) | {"overrides": list(overrides), "sweep": sweep_dir}
     record |= {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
     record |= {"plan": None if job.plan is None else asdict(job.plan), "precision": job.precision}
     record |= {name: config[name] for name in ("seq_len", "batch_size", "memory_limit_gib", "resume")}
     record |= {"memory_limit": job.limit and job.limit.means, "allocator": memory.allocator(job.device)}
     append_line(record, run_dir / FILE_NAME)
     settings = config["logger"]
-    if sweep and settings.get("group", "") is None:
-        settings = settings | {"group": Path(sweep).name}
-    loggers = Loggers(settings, run_dir, run_name(record), record["backend"], config)
-    record["curves"] = str(loggers.curves)
+    if sweep_dir and settings.get("group", "") is None:
+        settings = settings | {"group": Path(sweep_dir).name}
+    loggers = None
     try:
+        loggers = Loggers(settings, run_dir, run_name(record), record["backend"], config)
+        record["curves"] = str(loggers.curves)
         _fit(job, loggers, run_dir, record)
         record["status"] = "ok"
     except BaseException as error:
-        record["status"] = "oom" if memory.is_out_of_memory(error) else "error"
+        record["status"] = "oom" if memory.is_out_of_memory(error, job.device) else "error"
         record["error"] = _describe_error(error)
         if record["status"] == "error":
             (run_dir / "traceback.txt").write_text(traceback.format_exc())
         raise
     finally:
         append_line(record, run_dir / FILE_NAME)
-        loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
+        if loggers is not None:
+            loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
     return record
 
 

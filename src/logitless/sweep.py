@@ -3,6 +3,7 @@
 There is no journal beside the records. A job is known by its overrides; it has ended if its record says ok or oom.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -22,6 +23,7 @@ RESULTS = ("ok", "oom")
 PEAKS = ("peak_allocated_gib", "peak_live_tensor_gib", "cold_peak_allocated_gib", "cold_peak_live_tensor_gib")
 TAIL_BYTES = 4096
 TAIL_LINES = 5
+SIGNALS = {number.value: number.name for number in signal.Signals}
 HYDRA_HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
 
 Overrides = tuple[str, ...]
@@ -30,6 +32,8 @@ Overrides = tuple[str, ...]
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds the folder for one sweep, and makes it; the lock ends with the process.
+
+    Some file systems have no locks: a line says so.
 
     Raises:
         ValueError: another sweep holds it.
@@ -40,19 +44,28 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another sweep runs in {folder}: choose another hydra.sweep.dir") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            print(f"{folder} cannot be locked: run one sweep at a time there", file=sys.stderr)
         yield
 
 
+def key_of(overrides: Sequence[str]) -> Overrides:
+    """What tells jobs apart: their overrides, in any order."""
+    return tuple(sorted(overrides))
+
+
 def finished(folder: Path) -> dict[Overrides, dict]:
-    """The records of the jobs that ended ok or out of memory, by overrides."""
+    """The records of the jobs that ended ok or out of memory, by `key_of`."""
     records = [record for run_dir in _job_dirs(folder) if (record := read_record(run_dir))]
-    return {tuple(r["overrides"]): r for r in records if r.get("overrides") is not None and r.get("status") in RESULTS}
+    return {key_of(r["overrides"]): r for r in records if r.get("overrides") is not None and r.get("status") in RESULTS}
 
 
-def remove_unfinished(folder: Path, is_planned: Callable[[Overrides], bool]) -> list[str]:
+def remove_unfinished(folder: Path, is_planned: Callable[[Overrides], bool], *, may_run: bool) -> list[str]:
     """Removes the folders of planned jobs that failed or never ended, and of those that left no record.
 
-    Nothing may run in them any more. Folders in which no job was started stay.
+    Folders in which no job was started stay, and with `may_run` those of jobs that have not ended.
 
     Returns:
         A line about each.
@@ -60,15 +73,18 @@ def remove_unfinished(folder: Path, is_planned: Callable[[Overrides], bool]) -> 
     lines = []
     for run_dir in _job_dirs(folder):
         record = read_record(run_dir)
+        status = record and record["status"]
         if record is None:
             entries = {path.name for path in run_dir.iterdir()}
             is_stale = not entries or bool(entries & {FILE_NAME, OUTPUT, ".hydra"})
         else:
-            planned = record.get("overrides") is not None and is_planned(tuple(record["overrides"]))
-            is_stale = planned and record.get("status") not in RESULTS
-        if is_stale:
+            planned = record.get("overrides") is not None and is_planned(key_of(record["overrides"]))
+            is_stale = planned and status not in RESULTS
+        if is_stale and may_run and status != "error":
+            lines.append(f"{run_dir} may still run: if it does not, delete it and repeat the command")
+        elif is_stale:
             shutil.rmtree(run_dir)
-            reason = "failed" if record and record.get("status") == "error" else "did not end"
+            reason = "failed" if status == "error" else "did not end"
             lines.append(f"removed {run_dir}: its job {reason} and will be repeated")
     return lines
 
@@ -96,7 +112,7 @@ def close_record(run_dir: Path, overrides: Sequence[str], folder: Path, reason: 
 def reason_of_end(exit_code: int, output: Path) -> str:
     """Why a process ended that left no word in its record: its signal, or its last lines."""
     if exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
+        return f"killed by {SIGNALS.get(-exit_code, f'signal {-exit_code}')}"
     with open(output, "rb") as stream:
         stream.seek(max(0, os.path.getsize(output) - TAIL_BYTES))
         lines = [line.rstrip() for line in stream.read().decode(errors="replace").splitlines()]

@@ -13,18 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from logitless import processes, sweep
+from logitless.records import FILE_NAME
 from logitless.sweep import Overrides
 
 SOURCE = Path(__file__).resolve().parent.parent
@@ -48,22 +51,40 @@ class FreshProcess:
 
     def __call__(self, config: DictConfig) -> None:
         hydra = HydraConfig.get()
-        overrides, folder = identity(hydra)
-        run_dir = Path(hydra.runtime.output_dir)
+        overrides, run_dir = list(hydra.overrides.task), Path(hydra.runtime.output_dir)
+        folder = run_dir.parent
+        (run_dir / FILE_NAME).unlink(missing_ok=True)  # of the same job, before a scheduler put it back into its queue
         own = ("hydra.mode=RUN", f"hydra.job.num={hydra.job.num}")
         own += (f"hydra.run.dir={_quoted(run_dir)}", f"hydra.sweep.dir={_quoted(folder)}")
-        output, exit_code = run_dir / sweep.OUTPUT, None
+        output, exit_code, reason = run_dir / sweep.OUTPUT, None, ""
+        command = [*self.script, *overrides, *self.hydra_overrides, *own]
         try:
-            exit_code = processes.run([*self.script, *overrides, *self.hydra_overrides, *own], output, self.grace_s)
+            exit_code = processes.run(command, output, self.grace_s, cwd=hydra.runtime.cwd)
+            reason = sweep.reason_of_end(exit_code, output)
+        except BaseException as error:
+            reason = f"stopped with the sweep: {type(error).__name__} {error}".strip()
+            raise
         finally:
-            reason = "stopped with the sweep" if exit_code is None else sweep.reason_of_end(exit_code, output)
-            sweep.close_record(run_dir, overrides, Path(folder), reason, exit_code)
+            sweep.close_record(run_dir, overrides, folder, reason, exit_code)
 
 
 def identity(hydra: DictConfig) -> tuple[list[str], str | None]:
     """A run's overrides, and the folder of its sweep, None for a single run."""
     is_job = not OmegaConf.is_missing(hydra.job, "num")
     return list(hydra.overrides.task), os.path.abspath(hydra.sweep.dir) if is_job else None
+
+
+def jobs_of(overrides: list[Override]) -> list[Overrides]:
+    """Every combination of the overrides' values, each once.
+
+    Raises:
+        ValueError: there is none.
+        HydraException: values that cannot be counted, such as interval().
+    """
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    if not jobs:
+        raise ValueError("these values make no job: a glob() matches nothing")
+    return list(dict.fromkeys(map(tuple, jobs)))
 
 
 class FreshProcessSweeper(Sweeper):
@@ -76,8 +97,8 @@ class FreshProcessSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
         self.folder = Path(os.path.abspath(config.hydra.sweep.dir))
         flags = get_args_parser().parse_args()
-        given = {"--config-path": flags.config_path, "--config-name": flags.config_name}
-        given |= {"--config-dir": flags.config_dir}
+        config_dir = flags.config_dir and os.path.abspath(flags.config_dir)
+        given = {"--config-path": flags.config_path, "--config-name": flags.config_name, "--config-dir": config_dir}
         script = [sys.executable, os.path.abspath(sys.argv[0])]
         script += [f"{flag}={value}" for flag, value in given.items() if value is not None]
         overrides = tuple(o for o in config.hydra.overrides.hydra if not o.lstrip("+~")[6:].startswith(OF_THE_SWEEP))
@@ -99,7 +120,7 @@ class FreshProcessSweeper(Sweeper):
                 raise ValueError(f"hydra.sweep.subdir={subdir} cannot be chosen: the folders of jobs are numbered")
             with sweep.locked(self.folder):
                 is_success = self.run(parser.parse_overrides(arguments))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, HydraException) as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
@@ -140,4 +161,6 @@ class FreshProcessSweeper(Sweeper):
 def _quoted(path: object) -> str:
     """A path as a value that Hydra's parser takes as it is."""
     text = str(path)
-    return text if re.fullmatch(r"[\w/.:-]+", text) else "'" + text.replace("'", "\\'") + "'"
+    if re.fullmatch(r"[\w/.:-]+", text, re.ASCII):
+        return text
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
