@@ -26,8 +26,8 @@ TRAIN = OmegaConf.load(ROOT / "conf" / "train.yaml")
 SWEEPER = [entry for entry in TRAIN.defaults if "override hydra/sweeper" in entry]
 VALUES = {"seq_len": 1024, "backend": "fused", "act": "work", "seconds": 0, "limit": None, "log": None, "seed": 1}
 VALUES |= {"max_steps": 200, "val_every": 50, "val_batches": 8, "log_every": 10, "checkpoint_every": 100}
-node = {"defaults": ["_self_", *SWEEPER], "hydra": TRAIN.hydra, **VALUES}
-ConfigStore.instance().store(name="app", node=OmegaConf.create(node))
+ConfigStore.instance().store(name="base", node={"hydra": TRAIN.hydra, **VALUES})
+ConfigStore.instance().store(name="app", node=OmegaConf.create({"defaults": ["base", "_self_", *SWEEPER]}))
 leak: list[int] = []  # state of the module, which must not pass from job to job
 
 
@@ -42,9 +42,10 @@ def main(config: DictConfig) -> None:
         with open(config.log, "a") as stream:
             stream.write(json.dumps(facts) + "\n")
     print(f"hello from {config.seq_len}", flush=True)
-    if config.act == "refused":
+    if config.act == f"refused@{config.seq_len}":
         sys.exit("error: seq_len=0 must be more")
-    record = {"status": "started", "overrides": overrides, "sweep": folder, "config": OmegaConf.to_container(config)}
+    record = {"status": "started", "overrides": overrides, "sweep": folder, "seq_len": config.seq_len}
+    record |= {"config": OmegaConf.to_container(config)}
     append_line(record, run_dir / FILE_NAME)
     time.sleep(config.seconds)
     act(config)
@@ -57,7 +58,7 @@ def main(config: DictConfig) -> None:
 
 
 def act(config: DictConfig) -> None:
-    """What `act` says, `act@1024` at that length only."""
+    """What `act` says, `act@1024` at that length only; `hold` waits while there is a file of that name."""
     what, _, length = config.act.partition("@")
     if length and int(length) != config.seq_len:
         return
@@ -72,6 +73,8 @@ def act(config: DictConfig) -> None:
     if what == "straggle":  # a child that does not mind SIGTERM outlives the job
         subprocess.Popen(["/bin/sh", "-c", "trap '' TERM; while :; do sleep 1; done"])
         time.sleep(0.1)
+    while what == "hold" and Path("hold").exists():
+        time.sleep(0.02)
     if what == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.Popen(["/bin/sleep", "1000"])

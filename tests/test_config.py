@@ -17,6 +17,7 @@ GROUPS = {
     for entry in OmegaConf.load(ROOT / "conf" / "train.yaml").defaults
     if isinstance(entry, DictConfig)
     for key in entry
+    if not key.startswith("override hydra/")
 }
 # What conf/model/*.yaml may set outside `model`: train.yaml has ??? there.
 GLOBAL_KEYS_OF_MODEL = {"seq_len", "batch_size", "max_steps", "warmup_steps", "lr"}

@@ -137,7 +137,10 @@ def nearly_full(device: str):
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
 @pytest.mark.parametrize("needs_gradient", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_out_of_memory_is_recognised_in_forward_and_backward(is_compiled, needs_gradient, device, inductor):
@@ -149,6 +152,18 @@ def test_out_of_memory_is_recognised_in_forward_and_backward(is_compiled, needs_
     failing = loss.backward if needs_gradient else partial(step, large)
     with nearly_full(device), pytest.raises(RuntimeError) as caught:
         failing()
+    assert is_out_of_memory(caught.value), caught.value
+
+
+@DEVICES
+def test_out_of_memory_is_recognised_in_the_first_optimizer_step(device):
+    """Of two states of 64 MiB, on a GPU of 1 GiB."""
+    size = 2**12 if device == "cpu" else 2**14
+    weight = torch.ones(size, size, device=device, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    adamw = torch.optim.AdamW([weight], fused=True)
+    with nearly_full(device), pytest.raises(RuntimeError) as caught:
+        adamw.step()
     assert is_out_of_memory(caught.value), caught.value
 
 
