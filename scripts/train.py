@@ -16,8 +16,11 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
+from logitless.checkpoints import TERMINATED, Stopped
+from logitless.config import check_resumed_config
 from logitless.job import prepare
 from logitless.memory import is_out_of_memory
+from logitless.module import DivergedError
 from logitless.records import FILE_NAME
 from logitless.run import train
 from logitless.sweeper import identity
@@ -27,7 +30,7 @@ OVERRIDES = "overrides.yaml"
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exception: the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     overrides, sweep = identity(HydraConfig.get())
     try:
@@ -37,10 +40,13 @@ def main(config: DictConfig) -> None:
     try:
         print(last_lines(train(job, run_dir, overrides, sweep), run_dir))
     except SystemExit as error:
-        print(f"stopped; what there is of the run lies in {run_dir}", file=sys.stderr)
+        reason = f" ({error})" if isinstance(error, Stopped) else ""
+        print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
-            sys.exit(143)
+            sys.exit(TERMINATED)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
+    except (DivergedError, OSError) as error:  # of the numbers, of the disk: no bug, and a traceback tells no more
+        sys.exit(f"error: {error}")
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -63,9 +69,7 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
         before = hydra.compose("train", overrides=list(OmegaConf.load(first)))
         overrides = [*OmegaConf.load(first), *overrides]
         config = hydra.compose("train", overrides=overrides)
-        for key in ("accumulate", "model"):  # the windows of the data are counted, the weights have their shapes
-            if config[key] != before[key]:
-                raise ValueError(f"{key}={config[key]} must stay {before[key]} in a resumed run")
+        check_resumed_config(config, before)
     OmegaConf.save(overrides, run_dir / OVERRIDES)
     return config
 
