@@ -26,11 +26,13 @@ def main(config: DictConfig) -> None:
     # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from logitless.checkpoints import TERMINATED, Stopped
     from logitless.job import prepare
     from logitless.memory import is_out_of_memory
+    from logitless.module import DivergedError
     from logitless.run import train
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the record and W&B get closed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exception: the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     overrides, sweep_dir = identity(HydraConfig.get())
     try:
@@ -40,10 +42,13 @@ def main(config: DictConfig) -> None:
     try:
         print(last_lines(train(job, run_dir, overrides, sweep_dir), run_dir))
     except SystemExit as error:
-        print(f"stopped; what there is of the run lies in {run_dir}", file=sys.stderr)
+        reason = f" ({error})" if isinstance(error, Stopped) else ""
+        print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
-            sys.exit(143)
+            sys.exit(TERMINATED)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
+    except (DivergedError, OSError) as error:  # of the numbers, of the disk: no bug, and a traceback tells no more
+        sys.exit(f"error: {error}")
     except Exception as error:
         if not is_out_of_memory(error, job.device):
             raise
@@ -66,10 +71,7 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
         before = hydra.compose("train", overrides=list(OmegaConf.load(first)))
         overrides = [*OmegaConf.load(first), *overrides]
         config = hydra.compose("train", overrides=overrides)
-        for key in ("accumulate", *(f"model.{name}" for name in before.model if name != "checkpoint")):
-            value, was = OmegaConf.select(config, key), OmegaConf.select(before, key)
-            if value != was:  # the windows of the data are counted, the weights have their shapes
-                raise ValueError(f"{key}={value} must stay {was} in a resumed run")
+        check_resumed_config(config, before)
     OmegaConf.save(overrides, run_dir / OVERRIDES)
     return config
 

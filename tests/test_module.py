@@ -79,7 +79,7 @@ class Watched(LanguageModel):
 
 def watched(loss=label_losses, **optimizer) -> Watched:
     torch.manual_seed(0)
-    return Watched(MODEL, loss, {**OPTIMIZER, **optimizer}, log_every=1, seed=1)
+    return Watched(MODEL, loss, {**OPTIMIZER, **optimizer}, log_every=1, nonfinite_steps=5, seed=1)
 
 
 def trainer(points: Points, **options) -> pl.Trainer:
@@ -227,7 +227,7 @@ def test_adamw_is_fused_except_where_gradients_are_scaled(precision, fused):
 
 
 def test_a_tied_weight_is_optimized_once():
-    module = LanguageModel(MODEL | {"tied": True}, losses.naive, OPTIMIZER, log_every=1, seed=1)
+    module = LanguageModel(MODEL | {"tied": True}, losses.naive, OPTIMIZER, log_every=1, nonfinite_steps=5, seed=1)
     module.trainer = SimpleNamespace(max_steps=10, precision="32-true")
     groups = module.configure_optimizers()["optimizer"].param_groups
     assert sum(p is module.gpt.embedding.weight for group in groups for p in group["params"]) == 1

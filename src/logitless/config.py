@@ -77,6 +77,7 @@ TRAIN = {
     "val_every": COUNT,
     "val_batches": COUNT,
     "checkpoint_every": _or_null(COUNT),
+    "nonfinite_steps": COUNT,
     "seed": _integer(0, 2**32 - 1),
     "cache_dir": Rule("a folder", lambda value: isinstance(value, str)),
     "model.n_layers": COUNT,
@@ -116,6 +117,15 @@ def check_train_config(config: DictConfig) -> None:
     if config.tokenizer.kind == "bpe":
         rules["tokenizer.vocab_size"] = _integer(257, 2**24)  # END_OF_TEXT and all bytes
     _check(config, rules)
+
+
+def check_resumed_config(config: DictConfig, before: DictConfig) -> None:
+    """Raises ValueError where a resumed run would have other weights, or see other tokens, than the run before."""
+    of_model = (f"model.{name}" for name in before.model if name != "checkpoint")  # which recomputes the same
+    for key in (*of_model, "tokenizer", "data", "seq_len", "batch_size", "accumulate", "seed"):
+        value, was = OmegaConf.select(config, key), OmegaConf.select(before, key)
+        if value != was:
+            raise ValueError(f"{key}={value} must stay {was} in a resumed run")
 
 
 def check_generate_config(config: DictConfig) -> None:

@@ -11,20 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from kernels import devices, plan
 from logitless import losses
+from logitless.checkpoints import newest_checkpoint
 from logitless.config import check_train_config
 from logitless.data import Corpus, load_corpus
 from logitless.footprint import DTYPES
 from logitless.limits import CpuMemoryLimit, CudaMemoryLimit, memory_limit
 from logitless.model import GPTConfig, padded_vocab_size
 
-LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
-
 
 class Job(NamedTuple):
     """A run that may start: its configuration as plain containers, its text and loss, where and how it computes.
 
     `plan` is that of the loss of a micro-batch in training, None for a backend that makes none; `limit` makes the
-    device smaller than it is, if that was asked for.
+    device smaller than it is, if that was asked for; `checkpoint` is what a resumed run starts from.
     """
 
     config: dict
@@ -34,6 +33,7 @@ class Job(NamedTuple):
     precision: str
     plan: plan.Plan | None
     limit: CudaMemoryLimit | CpuMemoryLimit | None
+    checkpoint: Path | None
 
 
 def prepare(config: DictConfig) -> Job:
@@ -44,10 +44,7 @@ def prepare(config: DictConfig) -> Job:
         RuntimeError: a data set or tokenizer that is neither cached nor within reach.
     """
     check_train_config(config)
-    if config.resume is not None and not (Path(config.resume) / LAST_CHECKPOINT).is_file():
-        raise ValueError(
-            f"resume={config.resume}: no {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
-        )
+    checkpoint = None if config.resume is None else newest_checkpoint(Path(config.resume))
     device = _device(config.trainer.accelerator)
     limit = memory_limit(config.memory_limit_gib, device)
     precision = resolve_precision(config.precision, device)
@@ -57,7 +54,8 @@ def prepare(config: DictConfig) -> Job:
     plain["model"]["padded_vocab_size"] = vocab
     GPTConfig(**plain["model"])  # refuses a shape that cannot be built
     loss = hydra.utils.instantiate(config.loss)
-    return Job(plain, corpus, loss, device, precision, loss_plan(plain, loss, device, precision), limit)
+    chosen = loss_plan(plain, loss, device, precision)
+    return Job(plain, corpus, loss, device, precision, chosen, limit, checkpoint)
 
 
 def loss_plan(config: dict, loss: partial, device: torch.device, precision: str) -> plan.Plan | None:

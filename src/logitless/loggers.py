@@ -1,9 +1,13 @@
-"""Where curves go: a CSV in every run, and Weights & Biases unless `logger=csv`."""
+"""Where curves go: a CSV in every run, and Weights & Biases unless `logger=csv`. A broken logger ends no run."""
 
+import csv
+import io
 import os
+import sys
 from pathlib import Path
 
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_live_tensor_gib")  # W&B takes no summary of a pattern
 SUMMARIES = {"val/loss": "min", "val/accuracy": "max"} | {f"memory/{name}": "max" for name in PEAKS}
@@ -22,24 +26,128 @@ class Loggers:
     """
 
     def __init__(self, settings: dict, run_dir: Path, run_name: str, backend: str, config: dict):
-        # In a folder of its own: the logger removes what it finds.
-        self._csv = CSVLogger(run_dir, name="curves", version="", flush_logs_every_n_steps=1)
+        self.curves = Path("curves") / "metrics.csv"
+        self.curve_file = CurveFile(run_dir / self.curves)
         self._wandb = None
         if settings["kind"] == "wandb":
             self._wandb = _start_wandb(settings, run_dir, run_name, backend, config)
-        self.curves = Path("curves") / "metrics.csv"
 
     def all(self) -> list[Logger]:
         if self._wandb is None:
-            return [self._csv]
-        return [self._csv, WandbLogger(experiment=self._wandb)]
+            return [self.curve_file]
+        return [self.curve_file, ToWandb(experiment=self._wandb)]
 
     def finish(self, summary: dict) -> None:
-        """Closes W&B's run with `summary`; its exit code is 1 where the status is "error"."""
-        self._csv.save()
+        """Closes W&B's run with `summary`; its exit code is 1 where the run did not end by itself."""
+        self.curve_file.save()
         if self._wandb is not None:
-            self._wandb.summary.update(summary)
-            self._wandb.finish(exit_code=1 if summary["status"] == "error" else 0)
+            try:
+                self._wandb.summary.update(summary)
+                self._wandb.finish(exit_code=0 if summary["status"] in ("ok", "oom") else 1)
+            except Exception as error:
+                _tell(f"wandb: {error}; the record and the curves are whole without it")
+
+
+class ToWandb(WandbLogger):
+    """W&B until it fails."""
+
+    _is_broken = False
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self._is_broken:
+            return
+        try:
+            super().log_metrics(metrics, step)
+        except Exception as error:  # its own process may have died
+            self._is_broken = True
+            _tell(f"wandb: {error}; training goes on without it")
+
+
+class CurveFile(Logger):
+    """The points of a run's curves as rows of a CSV file, each of them there when `log_metrics` returns.
+
+    A kill leaves all rows but perhaps the one that was being written. Rows that the disk does not take are tried again
+    with the next ones.
+
+    Args:
+        path: the file, which must not exist; its folder is made.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+        self.n_rows = 0
+        self._columns: list[str] = []
+        self._size = 0  # of the whole rows in the file
+        self._waiting: list[dict[str, float]] = []
+        self._is_broken = False
+
+    @property
+    def name(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, *_) -> None:
+        pass
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self._waiting.append({"step": step, **metrics})
+        self.n_rows += 1
+        self.save()
+
+    @rank_zero_only
+    def save(self) -> None:
+        if not self._waiting:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new = {name for row in self._waiting for name in row} - set(self._columns)
+            if new:
+                self._widen(sorted([*self._columns, *new]))
+            text = io.StringIO(newline="")
+            csv.DictWriter(text, self._columns).writerows(self._waiting)
+            with open(self.path, "r+b") as stream:
+                stream.seek(self._size)
+                stream.write(text.getvalue().encode())
+                stream.truncate()
+            self._size += len(text.getvalue())
+            self._waiting = []
+        except OSError as error:
+            if not self._is_broken:
+                _tell(f"{self.path} cannot be written ({error.strerror}): its points wait in memory")
+        self._is_broken = bool(self._waiting)
+
+    def _widen(self, columns: list[str]) -> None:
+        """Writes the file anew with more columns, beside the old one, which it replaces."""
+        rows = [{"step": step, **values} for step, values in read_rows(self.path)] if self._columns else []
+        part = self.path.with_name(self.path.name + ".part")
+        with open(part, "w", newline="") as stream:
+            writer = csv.DictWriter(stream, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(part, self.path)
+        self._columns, self._size = columns, self.path.stat().st_size
+
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """The step and the values of each whole row of a run's curves."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if None not in row.values()]
+    return [(int(row.pop("step")), {name: _number(text) for name, text in row.items() if text}) for row in rows]
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdigit() else float(text)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _start_wandb(settings: dict, run_dir: Path, run_name: str, backend: str, config: dict):

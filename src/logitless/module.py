@@ -13,6 +13,10 @@ from logitless.losses import LossBackend
 from logitless.model import GPT, GPTConfig
 
 
+class DivergedError(ArithmeticError):
+    """A run whose loss is not finite."""
+
+
 class LanguageModel(pl.LightningModule):
     """Trains a GPT with token-weighted means.
 
@@ -24,15 +28,25 @@ class LanguageModel(pl.LightningModule):
         loss_backend: the backend, with its options bound.
         optimizer_settings: `lr`, `min_lr_ratio`, `warmup_steps`, `weight_decay`, `betas`, `grad_clip` (null: none).
         log_every: optimizer steps from one logged point of the curves to the next.
+        nonfinite_steps: so many in a row without a finite loss and gradient norm end the run, at a logged point.
         seed: for dropout. Every micro-batch seeds the generator anew, so that a resumed run draws the same masks.
     """
 
-    def __init__(self, model: dict, loss_backend: LossBackend, optimizer_settings: dict, *, log_every: int, seed: int):
+    def __init__(
+        self,
+        model: dict,
+        loss_backend: LossBackend,
+        optimizer_settings: dict,
+        *,
+        log_every: int,
+        nonfinite_steps: int,
+        seed: int,
+    ):
         super().__init__()
         self.save_hyperparameters("model")
         self.gpt = GPT(GPTConfig(**model))
         self.loss_backend, self.optimizer_settings = loss_backend, optimizer_settings
-        self.log_every, self.seed = log_every, seed
+        self.log_every, self.nonfinite_steps, self.seed = log_every, nonfinite_steps, seed
         self.tokens_seen = 0
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
         self.validated_step: int | None = None
@@ -40,6 +54,8 @@ class LanguageModel(pl.LightningModule):
         self._point: dict[str, float] = {}
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
+        self._nonfinite: Tensor | int = 0  # how many of the last steps in a row; counted where the loss is
+        self._logged_nonfinite = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)
@@ -67,16 +83,27 @@ class LanguageModel(pl.LightningModule):
             window_sum = self.trainer.strategy.reduce(self._window_sum, reduce_op="sum")  # over ranks
             self._add_loss("train", window_sum / max(self._window_tokens, 1))
             self.add_to_point("lr", optimizer.param_groups[0]["lr"])
-        self._window_sum = 0.0
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         limit = self.optimizer_settings["grad_clip"] or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit)
+        is_scaled = self.trainer.precision == "16-mixed"  # whose gradients overflow while it looks for its scale
+        is_finite = torch.isfinite(self._window_sum if is_scaled else self._window_sum + grad_norm)
+        self._nonfinite = torch.where(is_finite, 0, self._nonfinite + 1)
+        self._window_sum = 0.0
         if self.is_logging_step(self.global_step + 1):
             self.add_to_point("grad_norm", grad_norm)
+            self._logged_nonfinite = int(self.trainer.strategy.reduce(self._nonfinite, reduce_op="max"))
 
     def on_train_batch_end(self, outputs, batch: Batch, batch_idx: int) -> None:
-        self._write_point()  # the callbacks' hooks have run: their values are in the point
+        self.write_point()  # the callbacks' hooks have run: their values are in the point
+        if self._logged_nonfinite >= self.nonfinite_steps:
+            n_steps, first = self._logged_nonfinite, self.global_step - self._logged_nonfinite + 1
+            raise DivergedError(f"loss or gradient norm not finite since step {first}, {n_steps} steps in a row")
+
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers; waits for the device."""
+        return math.isfinite(torch.nn.utils.get_total_norm([p.detach() for p in self.parameters()], math.inf))
 
     def on_validation_epoch_start(self) -> None:
         self._val_sum, self._val_correct, self._val_tokens = 0.0, 0.0, 0
@@ -96,7 +123,7 @@ class LanguageModel(pl.LightningModule):
         self.losses["val_accuracy"] = self._point["val/accuracy"]
         perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
         self.add_to_point("val/perplexity", perplexity)
-        self._write_point()
+        self.write_point()
 
     def add_to_point(self, name: str, value: float | Tensor, *, progress_bar: bool = False) -> None:
         """Adds `value` to the curves' point of this step; a value on the device is waited for."""
@@ -110,7 +137,8 @@ class LanguageModel(pl.LightningModule):
         self.losses[name] = value
         self.losses[f"best_{name}"] = min(value, self.losses.get(f"best_{name}", math.inf))
 
-    def _write_point(self) -> None:
+    def write_point(self) -> None:
+        """Writes the values that were added since the last one, as a row of the curves."""
         # Not through self.log: Lightning would write a value again at every step until it changes.
         if self._point:
             for logger in self.trainer.loggers:
@@ -121,13 +149,10 @@ class LanguageModel(pl.LightningModule):
         settings = self.optimizer_settings
         matrices = [p for p in self.gpt.parameters() if p.dim() >= 2]
         vectors = [p for p in self.gpt.parameters() if p.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": settings["weight_decay"]},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": p} | of for p, of in zip((matrices, vectors), self._group_settings(), strict=True)]
         # A fused AdamW unscales fp16 gradients inside its step, too late for clipping.
         fused = self.trainer.precision != "16-mixed"
-        adamw = torch.optim.AdamW(groups, lr=settings["lr"], betas=tuple(map(float, settings["betas"])), fused=fused)
+        adamw = torch.optim.AdamW(groups, lr=settings["lr"], fused=fused)
         schedule = partial(
             warmup_cosine,
             warmup_steps=settings["warmup_steps"],
@@ -137,14 +162,28 @@ class LanguageModel(pl.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(adamw, schedule)
         return {"optimizer": adamw, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def _group_settings(self) -> list[dict]:
+        betas = tuple(map(float, self.optimizer_settings["betas"]))
+        return [{"weight_decay": decay, "betas": betas} for decay in (self.optimizer_settings["weight_decay"], 0.0)]
+
+    def on_train_start(self) -> None:
+        # A resumed run: its own settings, not those of the checkpoint, which Lightning has restored.
+        (optimizer,), (scheduling,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        schedule = scheduling.scheduler
+        schedule.base_lrs = [self.optimizer_settings["lr"]] * len(schedule.base_lrs)
+        for group, base_lr, factor, settings in zip(
+            optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, self._group_settings(), strict=True
+        ):
+            group |= settings | {"initial_lr": base_lr, "lr": base_lr * factor(schedule.last_epoch)}
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["tokens_seen"], checkpoint["empty_windows"] = self.tokens_seen, self.empty_windows
-        checkpoint["losses"] = self.losses
+        checkpoint["losses"], checkpoint["validated_step"] = self.losses, self.validated_step
         checkpoint["tokenizer"] = self.trainer.datamodule.tokenizer_json
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.tokens_seen, self.empty_windows = checkpoint["tokens_seen"], checkpoint["empty_windows"]
-        self.losses = checkpoint["losses"]
+        self.losses, self.validated_step = checkpoint["losses"], checkpoint["validated_step"]
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, max_steps: int, min_ratio: float) -> float:

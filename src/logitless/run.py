@@ -1,21 +1,26 @@
 """One training run: trains, and writes the record."""
 
+import json
 import logging
 import math
+import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from logitless import memory
 from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
+from logitless.checkpoints import TERMINATED, Checkpoints, WholeFiles
 from logitless.data import Corpus, TextData
 from logitless.generation import complete
-from logitless.job import LAST_CHECKPOINT, Job
+from logitless.job import Job
 from logitless.loggers import Loggers
 from logitless.module import LanguageModel
 from logitless.records import FILE_NAME, append_line, new_record
@@ -54,16 +59,30 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str
         _fit(job, loggers, run_dir, record)
         record["status"] = "ok"
     except BaseException as error:
-        record["status"] = "oom" if memory.is_out_of_memory(error, job.device) else "error"
+        record["status"] = _status(error, job.device)
         record["error"] = _describe_error(error)
         if record["status"] == "error":
-            (run_dir / "traceback.txt").write_text(traceback.format_exc())
+            with suppress(OSError):  # of a full disk, which may be the error itself
+                (run_dir / "traceback.txt").write_text(traceback.format_exc())
         raise
     finally:
-        append_line(record, run_dir / FILE_NAME)
-        if loggers is not None:
-            loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
+        try:
+            append_line(record, run_dir / FILE_NAME)
+        except OSError:
+            print(f"what should stand in {run_dir / FILE_NAME}: {json.dumps(record)}", file=sys.stderr)
+            raise
+        finally:
+            if loggers is not None:
+                summary = {key: value for key, value in record.items() if key not in ("config", "versions", "sample")}
+                loggers.finish(summary)
     return record
+
+
+def _status(error: BaseException, device: torch.device) -> str:
+    if memory.is_out_of_memory(error, device):
+        return "oom"
+    is_terminated = isinstance(error, SIGTERMException) or (isinstance(error, SystemExit) and error.code == TERMINATED)
+    return "stopped" if is_terminated else "error"
 
 
 def _describe_error(error: BaseException) -> str:
@@ -76,7 +95,6 @@ def _quieten_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # advertisements
     warnings.filterwarnings("ignore", message=".*LeafSpec")  # its own use of what torch deprecates
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # slicing a memory map needs none
-    warnings.filterwarnings("ignore", message="The dirpath has changed")  # a resumed run has a folder of its own
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable")  # data.Batches knows its place
 
 
@@ -88,10 +106,11 @@ def run_name(record: dict) -> str:
 
 def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
-    config, corpus, loss, device, precision, _, limit = job
+    config, corpus, loss, device, precision, _, limit, resumed = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
-    module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
+    names = ("log_every", "nonfinite_steps", "seed")
+    module = LanguageModel(config["model"], loss, optimizer, **{name: config[name] for name in names})
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
@@ -99,12 +118,13 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
 
     meter = memory.meter(module, device)
     position, peaks, throughput = Position(), PeakMemory(meter), Throughput()
-    callbacks = [position, throughput, peaks, *([limit] if limit else [])]
+    former_curves = None if resumed is None else Path(config["resume"]) / loggers.curves
+    checkpoints = Checkpoints(run_dir, config["checkpoint_every"], loggers.curve_file, former_curves)
+    callbacks = [position, throughput, peaks, *([limit] if limit else []), checkpoints]
     trainer = _trainer(config, precision, loggers, run_dir, callbacks)
-    resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
     try:
         with meter:
-            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
     except BaseException:
@@ -113,19 +133,15 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     finally:
         record |= {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
         record |= {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
+        record |= checkpoints.facts()
     if config["checkpoint_every"] is not None:
-        trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
-        record["checkpoint"] = str(LAST_CHECKPOINT)
+        checkpoints.save(trainer, module)
+        record |= checkpoints.facts()
     is_finite = math.isfinite(module.losses["val_loss"])
     record["sample"] = sample(module.to(device), corpus, config) if is_finite else None
 
 
 def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
-    every = config["checkpoint_every"]
-    if every is not None:
-        folder = run_dir / LAST_CHECKPOINT.parent
-        options = {"save_top_k": 0, "save_last": True, "enable_version_counter": False}
-        callbacks = [*callbacks, ModelCheckpoint(folder, every_n_train_steps=every, **options)]
     return pl.Trainer(
         **config["trainer"],
         devices=1,
@@ -139,7 +155,7 @@ def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, call
         log_every_n_steps=1,  # LanguageModel.is_logging_step decides
         logger=loggers.all(),
         callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"])],
-        enable_checkpointing=every is not None,
+        plugins=[WholeFiles()],
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=run_dir,

@@ -1,0 +1,202 @@
+"""A run that ends early: what it leaves, and how another run continues it.
+
+A checkpoint is the state between two optimizer steps, before the validation that may be due there, with the number of
+points that the curves had. A run that continues it gets these points first, makes up for the validation, and trains on.
+The last two are kept; neither name ever holds a file that is not whole, unless the disk damaged it.
+"""
+
+import os
+import signal
+import sys
+import threading
+import zipfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+
+from logitless.loggers import CurveFile, read_rows
+
+FOLDER = Path("checkpoints")
+LAST_CHECKPOINT = FOLDER / "last.ckpt"
+PREVIOUS_CHECKPOINT = FOLDER / "previous.ckpt"
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Stopped(SystemExit):
+    """The end of a run that got SIGTERM and left a checkpoint; a process that does not catch it ends with 143."""
+
+    def __init__(self, message: str):
+        super().__init__(TERMINATED)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside the last one, which then becomes the previous one: a kill leaves whole files only."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Raises OSError, with both older files as they were, where the folder takes no more."""
+        path = Path(path)
+        part = path.with_name(path.name + ".part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            if path.exists():
+                os.replace(path, path.with_name(PREVIOUS_CHECKPOINT.name))
+            os.replace(part, path)
+            _sync_folder(path.parent)
+        except (OSError, RuntimeError) as error:
+            _remove(part)
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):  # else torch's complaint about a file that it could not end
+                raise
+            raise OSError(cause.errno, f"{path} cannot be written: {cause.strerror}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(file: Path) -> None:
+    with suppress(OSError):  # what made it impossible to write may make this impossible too
+        file.unlink()
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest whole checkpoint of a run; stderr names a damaged one that is skipped.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for path in (run_dir / LAST_CHECKPOINT, run_dir / PREVIOUS_CHECKPOINT):
+        if path.is_file():
+            damage = _damage(path)
+            if damage is None:
+                return path
+            print(f"{path} is damaged ({damage}): skipped", file=sys.stderr)
+    raise ValueError(
+        f"resume={run_dir}: no whole {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
+    )
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, by the checksums that it holds; None if nothing is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
+        return str(error) or type(error).__name__
+    return broken and f"checksum of {broken}"
+
+
+class Checkpoints(Checkpoint):
+    """Writes checkpoints, at SIGTERM too, and joins what a resumed run continues.
+
+    After SIGTERM the run ends with a checkpoint as soon as the optimizer step is done that it is in, or the first one
+    after a validation; with several processes at the next logged step, where they agree on it. A checkpoint that cannot
+    be written is named on stderr, and training goes on. One whose weights are not finite is not written.
+
+    Args:
+        run_dir: the run's folder.
+        every: optimizer steps from one checkpoint to the next; None: none, and SIGTERM is left to others.
+        curves: the points so far are counted there.
+        resumed_curves: those of the run that is continued.
+    """
+
+    def __init__(self, run_dir: Path, every: int | None, curves: CurveFile, resumed_curves: Path | None):
+        self.path, self.every = run_dir / LAST_CHECKPOINT, every
+        self.curves, self.resumed_curves = curves, resumed_curves
+        self.saved_step: int | None = None
+        self._step = 0
+        self._is_terminated = False
+
+    def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
+        # The last batch of a run is not the last of one with more steps.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+        for step, values in read_rows(self.resumed_curves)[: checkpoint["curve_rows"]]:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
+        checkpoint["curve_rows"] = self.curves.n_rows
+
+    def on_train_start(self, trainer, module) -> None:
+        self._step = trainer.global_step
+        if self.every is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)  # Lightning restores the former one
+        n_batches = self._step * trainer.accumulate_grad_batches
+        if self._step and module.validated_step != self._step and n_batches % trainer.val_check_batch == 0:
+            validation = trainer.fit_loop.epoch_loop.val_loop
+            validation.restarting, trainer.validating = False, True
+            validation.run()
+            trainer.training = True
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        self._is_terminated = True
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if self.every is None or trainer.global_step == self._step:
+            return  # inside an accumulation window
+        self._step = trainer.global_step
+        if self._must_stop(trainer, module):
+            self._stop(trainer, module)
+        if self._step % self.every == 0:
+            self.save(trainer, module)
+
+    def on_train_end(self, trainer, module) -> None:
+        if self._is_terminated:  # in the last validation
+            self._stop(trainer, module)
+
+    def _must_stop(self, trainer, module) -> bool:
+        if trainer.world_size == 1:
+            return self._is_terminated
+        if not module.is_logging_step(self._step):
+            return False
+        return trainer.strategy.reduce_boolean_decision(self._is_terminated, all=False)
+
+    def _stop(self, trainer, module) -> None:
+        self.save(trainer, module)
+        raise Stopped(f"SIGTERM after step {self._step}; {self.last()}")
+
+    def save(self, trainer, module) -> None:
+        """Writes a checkpoint, or says on stderr why it does not."""
+        module.write_point()  # that of this step is part of what the checkpoint counts
+        step = trainer.global_step
+        if not module.is_finite():
+            _tell(f"no checkpoint at step {step}: the weights are not finite; {self.last()}")
+            return
+        try:
+            trainer.save_checkpoint(self.path)
+            self.saved_step = step
+        except OSError as error:
+            _tell(f"no checkpoint at step {step}: {error.strerror}; {self.last()}")
+
+    def facts(self) -> dict:
+        """The last checkpoint for the run's record; nothing if there is none."""
+        if self.saved_step is None:
+            return {}
+        return {"checkpoint": str(LAST_CHECKPOINT), "checkpoint_step": self.saved_step}
+
+    def last(self) -> str:
+        """Where the last checkpoint of the run is, in words."""
+        if self.saved_step is None:
+            return "there is no checkpoint of this run"
+        return f"the last checkpoint is that of step {self.saved_step}, {self.path}"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
