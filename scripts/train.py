@@ -15,6 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from logitless.config import check_resumed_config
 from logitless.records import FILE_NAME
 from logitless.sweeper import identity
 
