@@ -251,6 +251,15 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_no_point_and_no_r
 
 
 @pytest.mark.usefixtures("limited_files")
+def test_a_trained_model_that_the_disk_does_not_take_is_an_error(folder, tmp_path, at):
+    at(3, lambda: limit_file_size(20_000))
+    with pytest.raises(OSError, match="trained model could not be written: the last checkpoint is that of step 2, "):
+        train(tiny(folder, *OPTIONS), tmp_path / "run")
+    record = read_record(tmp_path / "run")
+    assert (record["status"], record["steps"], record["checkpoint_step"]) == ("error", 8, 2)
+
+
+@pytest.mark.usefixtures("limited_files")
 def test_a_record_that_the_disk_does_not_take_is_printed(folder, tmp_path, at, capsys):
     at(3, lambda: limit_file_size(200))
     with pytest.raises(OSError, match="File too large"):
@@ -404,3 +413,18 @@ def test_a_write_that_fails_leaves_both_older_checkpoints(tmp_path, monkeypatch)
     with pytest.raises(OSError, match=r"last\.ckpt cannot be written: No space left"):
         files.save_checkpoint({"step": 3}, tmp_path / "last.ckpt")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.usefixtures("limited_files")
+@pytest.mark.parametrize("column", ["x", "new"], ids=["in_a_row", "in_the_header"])
+def test_a_disk_that_is_full_in_the_middle_of_a_write_costs_no_point(column, tmp_path, capsys):
+    curves = CurveFile(tmp_path / "curves" / "metrics.csv")
+    curves.log_metrics({"x": 0.5}, 1)
+    before = curves.path.read_bytes()
+    limit_file_size(len(before) + 3)
+    curves.log_metrics({column: 0.25}, 2)
+    assert curves.path.read_bytes()[: len(before)] == before
+    limit_file_size(-1)
+    curves.log_metrics({"x": 0.125}, 3)
+    assert read_rows(curves.path) == [(1, {"x": 0.5}), (2, {column: 0.25}), (3, {"x": 0.125})]
+    assert capsys.readouterr().err.count("cannot be written (File too large)") == 1
