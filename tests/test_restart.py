@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,6 @@ def test_sigterm_ends_a_run_with_a_checkpoint_after_the_step_and_it_is_continued
     method, sent, stopped, folder, whole, tmp_path, at, monkeypatch
 ):
     options = (*OPTIONS, "checkpoint_every=100")
-    monkeypatch.setattr(signal, "getsignal", signal.getsignal)
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody waits for the step"))
     try:
         at(sent, lambda: os.kill(os.getpid(), signal.SIGTERM), method)
@@ -196,7 +196,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued(damage, f
     at(7, lambda: (_ for _ in ()).throw(RuntimeError("power cut")))
     with pytest.raises(RuntimeError, match="power cut"):
         train(tiny(folder, *OPTIONS), tmp_path / "cut")
-    pytest.MonkeyPatch().undo()
     damage(tmp_path / "cut" / LAST_CHECKPOINT)
     capsys.readouterr()
     assert newest_checkpoint(tmp_path / "cut") == tmp_path / "cut" / PREVIOUS_CHECKPOINT
@@ -252,6 +251,15 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_but_no_point_and_no_r
 
 
 @pytest.mark.usefixtures("limited_files")
+def test_a_trained_model_that_the_disk_does_not_take_is_an_error(folder, tmp_path, at):
+    at(3, lambda: limit_file_size(20_000))
+    with pytest.raises(OSError, match="trained model could not be written: the last checkpoint is that of step 2, "):
+        train(tiny(folder, *OPTIONS), tmp_path / "run")
+    record = read_record(tmp_path / "run")
+    assert (record["status"], record["steps"], record["checkpoint_step"]) == ("error", 8, 2)
+
+
+@pytest.mark.usefixtures("limited_files")
 def test_a_record_that_the_disk_does_not_take_is_printed(folder, tmp_path, at, capsys):
     at(3, lambda: limit_file_size(200))
     with pytest.raises(OSError, match="File too large"):
@@ -268,6 +276,7 @@ def test_a_lost_wandb_costs_nothing_but_itself(folder, whole, tmp_path, monkeypa
     init = wandb.init
 
     def init_and_lose(*, mode, **options):
+        assert 0 < options["settings"].finish_timeout <= 60, "else it waits for a lost server for ever"
         run = init(mode="disabled", **options)
         monkeypatch.setattr(run, "log", lost)
         monkeypatch.setattr(run, "finish", lost)
@@ -307,7 +316,7 @@ def test_a_run_without_a_finite_loss_stops_names_the_step_and_keeps_the_last_goo
     what, folder, tmp_path, monkeypatch, capsys
 ):
     poison(monkeypatch, what, first=4)
-    options = (*OPTIONS, "max_steps=20", "checkpoint_every=1", "nonfinite_steps=2", "log_every=3")
+    options = (*OPTIONS, "max_steps=20", "checkpoint_every=1", "nonfinite_steps=3", "log_every=3")
     with pytest.raises(DivergedError, match="since step 4, 3 steps in a row"):
         train(tiny(folder, *options), tmp_path / "run")
     record = read_record(tmp_path / "run")
@@ -324,6 +333,23 @@ def test_fewer_steps_in_a_row_than_the_knob_says_stop_no_run(folder, tmp_path, m
     options = (*OPTIONS, "nonfinite_steps=3", "log_every=1", "checkpoint_every=1")
     record = train(tiny(folder, *options), tmp_path / "run")
     assert (record["status"], record["steps"], record["checkpoint_step"]) == ("ok", 8, 6)
+
+
+@pytest.mark.parametrize(("steps", "stops"), [({2, 4, 5, 7}, False), ({2, 4, 5, 6}, True)])
+def test_an_infinite_loss_counts_also_where_the_gradient_is_finite_but_only_in_a_row(
+    steps, stops, folder, tmp_path, monkeypatch
+):
+    step = LanguageModel.training_step
+
+    def infinite(self, batch, batch_idx):
+        loss = step(self, batch, batch_idx)
+        if self.global_step + 1 in steps:
+            self._window_sum = self._window_sum + float("inf")
+        return loss
+
+    monkeypatch.setattr(LanguageModel, "training_step", infinite)
+    with pytest.raises(DivergedError, match="since step 4, 3 steps") if stops else nullcontext():
+        train(tiny(folder, *OPTIONS, "nonfinite_steps=3", "log_every=1"), tmp_path / "run")
 
 
 REFUSED = ("seq_len=16", "batch_size=4", "accumulate=4", "seed=2", "model.width=32", "data.validation=3")
@@ -387,3 +413,18 @@ def test_a_write_that_fails_leaves_both_older_checkpoints(tmp_path, monkeypatch)
     with pytest.raises(OSError, match=r"last\.ckpt cannot be written: No space left"):
         files.save_checkpoint({"step": 3}, tmp_path / "last.ckpt")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.usefixtures("limited_files")
+@pytest.mark.parametrize("column", ["x", "new"], ids=["in_a_row", "in_the_header"])
+def test_a_disk_that_is_full_in_the_middle_of_a_write_costs_no_point(column, tmp_path, capsys):
+    curves = CurveFile(tmp_path / "curves" / "metrics.csv")
+    curves.log_metrics({"x": 0.5}, 1)
+    before = curves.path.read_bytes()
+    limit_file_size(len(before) + 3)
+    curves.log_metrics({column: 0.25}, 2)
+    assert curves.path.read_bytes()[: len(before)] == before
+    limit_file_size(-1)
+    curves.log_metrics({"x": 0.125}, 3)
+    assert read_rows(curves.path) == [(1, {"x": 0.5}), (2, {column: 0.25}), (3, {"x": 0.125})]
+    assert capsys.readouterr().err.count("cannot be written (File too large)") == 1

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_live_tensor_gib")  # W&B takes no summary of a pattern
 SUMMARIES = {"val/loss": "min", "val/accuracy": "max"} | {f"memory/{name}": "max" for name in PEAKS}
+FINISH_TIMEOUT_S = 60  # for a server that was lost; what is not uploaded by then is on disk, for `wandb sync`
 INIT_TIMEOUT_S = 20  # an unreachable server costs a few times this before the run goes offline
 
 
@@ -45,7 +46,7 @@ class Loggers:
                 self._wandb.summary.update(summary)
                 self._wandb.finish(exit_code=0 if summary["status"] in ("ok", "oom") else 1)
             except Exception as error:
-                _tell(f"wandb: {error}; the record and the curves are whole without it")
+                _tell(f"wandb: {error!r}; the record and the curves are whole without it")
 
 
 class ToWandb(WandbLogger):
@@ -60,7 +61,7 @@ class ToWandb(WandbLogger):
             super().log_metrics(metrics, step)
         except Exception as error:  # its own process may have died
             self._is_broken = True
-            _tell(f"wandb: {error}; training goes on without it")
+            _tell(f"wandb: {error!r}; training goes on without it")
 
 
 class CurveFile(Logger):
@@ -166,7 +167,7 @@ def _start_wandb(settings: dict, run_dir: Path, run_name: str, backend: str, con
         "dir": run_dir,
         "config": config,
     }
-    settings = wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT_S)
+    settings = wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S)
     try:
         run = wandb.init(**arguments, mode=mode, settings=settings)
     except wandb.Error as error:

@@ -137,6 +137,8 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     if config["checkpoint_every"] is not None:
         checkpoints.save(trainer, module)
         record |= checkpoints.facts()
+        if checkpoints.saved_step != trainer.global_step and module.is_finite():
+            raise OSError(f"the trained model could not be written: {checkpoints.last()}")
     is_finite = math.isfinite(module.losses["val_loss"])
     record["sample"] = sample(module.to(device), corpus, config) if is_finite else None
 
