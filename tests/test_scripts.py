@@ -142,7 +142,7 @@ def test_what_a_resumed_run_cannot_change_is_refused(tmp_path):
     curves = (tmp_path / "first" / "curves" / "metrics.csv").read_text()
     refused = {
         "accumulate=2": "accumulate=2 must stay 1",
-        "model.width=32": "model=",
+        "model.width=32": "model.width=32 must stay 16",
         "hydra.run.dir=first": "holds a run",
     }
     for override, message in refused.items():

@@ -165,6 +165,16 @@ def test_resuming_removes_no_folder_that_is_not_of_this_sweep(tmp_path):
     assert str(tmp_path / "8") in line
 
 
+@pytest.mark.parametrize("left", ["record.jsonl", "output.txt", "train.log", ".hydra", ""])
+def test_resuming_removes_what_a_kill_left_of_a_folder_at_its_start_or_while_it_was_removed(left, tmp_path):
+    (tmp_path / "0").mkdir()
+    if left:
+        (tmp_path / "0" / left).touch()
+    (line,) = sweep.remove_unfinished(tmp_path, lambda job: False, may_run=False)
+    assert line == f"removed {tmp_path / '0'}: its job did not end and will be repeated"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_resuming_removes_no_folder_of_a_job_that_may_run_elsewhere(tmp_path):
     for number, status in enumerate(("started", "error")):
         append_line({"status": status, "overrides": ["seq_len=1"]}, tmp_path / str(number) / "record.jsonl")
@@ -250,7 +260,8 @@ def test_jobs_and_sweeps_killed_at_random_lose_and_double_no_record(tmp_path):
         process = start(tmp_path, *arguments, "seq_len=range(1,9)")
         time.sleep(draw.uniform(0.2, 0.8))
         if number % 2:
-            os.kill(child(process, b"hydra.mode=RUN"), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(child(process, b"hydra.mode=RUN"), signal.SIGKILL)
             time.sleep(draw.uniform(0.0, 0.3))
         process.kill()
         process.communicate()

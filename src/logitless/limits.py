@@ -4,6 +4,8 @@ Both limits are callbacks of the trainer, hold from before the first step until 
 `means` what they limit.
 """
 
+import ctypes
+import gc
 import resource
 from pathlib import Path
 
@@ -45,6 +47,8 @@ class CpuMemoryLimit(pl.Callback):
     def on_train_start(self, trainer, module) -> None:
         square = torch.ones(256, 256)
         (square @ square).exp_()  # starts the thread pools, whose stacks count as data
+        gc.collect()  # what is freed later would make room beyond the limit
+        ctypes.CDLL(None).malloc_trim(0)
         self.limit = _data_bytes() + self.bytes
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:

@@ -73,9 +73,9 @@ def remove_unfinished(folder: Path, is_planned: Callable[[Overrides], bool], *, 
     lines = []
     for run_dir in _job_dirs(folder):
         record = read_record(run_dir)
-        status = record and record["status"]
+        status = record and record.get("status")
         if record is None:
-            entries = {path.name for path in run_dir.iterdir()}
+            entries = {path.name for path in run_dir.iterdir() if path.suffix != ".log"}  # Hydra's, made first
             is_stale = not entries or bool(entries & {FILE_NAME, OUTPUT, ".hydra"})
         else:
             planned = record.get("overrides") is not None and is_planned(key_of(record["overrides"]))
