@@ -14,6 +14,8 @@ import torch
 
 from logitless.memory import GIB
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
 
 class CudaMemoryLimit(pl.Callback):
     means = "bytes that the CUDA allocator may take from the device (the peak of reserved memory), without the context"
@@ -43,6 +45,8 @@ class CpuMemoryLimit(pl.Callback):
     def __init__(self, gib: float):
         self.bytes = round(gib * GIB)
         self.limit: int | None = None
+        # From now on a freed tensor goes back to the system at once: without this glibc soon keeps all but the largest.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
 
     def on_train_start(self, trainer, module) -> None:
         square = torch.ones(256, 256)
