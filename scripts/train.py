@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
+from logitless import ranks
 from logitless.job import prepare
 from logitless.memory import is_out_of_memory
 from logitless.records import FILE_NAME
@@ -35,7 +36,9 @@ def main(config: DictConfig) -> None:
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
-        print(last_lines(train(job, run_dir, overrides, sweep), run_dir))
+        record = train(job, run_dir, overrides, sweep)
+        if ranks.rank(job.config["trainer"]) == 0:
+            print(last_lines(record, run_dir))
     except SystemExit as error:
         print(f"stopped; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
@@ -53,7 +56,9 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
 
     `run_dir` gets the overrides of both, in a file that Hydra does not overwrite when a later run starts there.
     """
-    if (run_dir / FILE_NAME).exists():
+    is_first = ranks.rank(config.trainer) == 0
+    ranks.check(config.trainer, HydraConfig.get().overrides.hydra)
+    if is_first and (run_dir / FILE_NAME).exists():
         raise ValueError(f"{run_dir} holds a run already: choose another hydra.run.dir")
     overrides = list(HydraConfig.get().overrides.task)
     if config.resume is not None:
@@ -66,7 +71,8 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
         for key in ("accumulate", "model"):  # the windows of the data are counted, the weights have their shapes
             if config[key] != before[key]:
                 raise ValueError(f"{key}={config[key]} must stay {before[key]} in a resumed run")
-    OmegaConf.save(overrides, run_dir / OVERRIDES)
+    if is_first:
+        OmegaConf.save(overrides, run_dir / OVERRIDES)
     return config
 
 

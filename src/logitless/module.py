@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from logitless.data import Batch
 from logitless.losses import LossBackend
@@ -41,6 +43,16 @@ class LanguageModel(pl.LightningModule):
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
 
+    def configure_model(self) -> None:
+        """Cuts the parameters over the ranks of the strategy's mesh, where it has one; Lightning calls it repeatedly.
+
+        The embedding and the head, which may share a weight, stay in the root's group, whole from forward to backward.
+        """
+        if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
+            return
+        for module in (*self.gpt.blocks, self.gpt):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)
         self._window_sum = self._window_sum + sums.cross_entropy
@@ -64,8 +76,7 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen += self._window_tokens
         self.empty_windows += self._window_tokens == 0
         if self.is_logging_step(step):
-            window_sum = self.trainer.strategy.reduce(self._window_sum, reduce_op="sum")  # over ranks
-            self._add_loss("train", window_sum / max(self._window_tokens, 1))
+            self._add_loss("train", self._over_ranks(self._window_sum) / max(self._window_tokens, 1))
             self.add_to_point("lr", optimizer.param_groups[0]["lr"])
         self._window_sum = 0.0
 
@@ -73,7 +84,7 @@ class LanguageModel(pl.LightningModule):
         limit = self.optimizer_settings["grad_clip"] or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit)
         if self.is_logging_step(self.global_step + 1):
-            self.add_to_point("grad_norm", grad_norm)
+            self.add_to_point("grad_norm", grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
 
     def on_train_batch_end(self, outputs, batch: Batch, batch_idx: int) -> None:
         self._write_point()  # the callbacks' hooks have run: their values are in the point
@@ -89,10 +100,11 @@ class LanguageModel(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         n_tokens = max(self._val_tokens, 1)
-        mean = self._val_sum / n_tokens
+        val_sum, correct = (self._over_ranks(value) for value in (self._val_sum, self._val_correct))
+        mean = val_sum / n_tokens
         self.validated_step = self.global_step
         self._add_loss("val", mean)
-        self.add_to_point("val/accuracy", self._val_correct / n_tokens)
+        self.add_to_point("val/accuracy", correct / n_tokens)
         self.losses["val_accuracy"] = self._point["val/accuracy"]
         perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
         self.add_to_point("val/perplexity", perplexity)
@@ -103,6 +115,9 @@ class LanguageModel(pl.LightningModule):
         self._point[name] = float(value)
         if progress_bar:
             self.log(name, self._point[name], prog_bar=True, logger=False)
+
+    def _over_ranks(self, value: Tensor | float) -> Tensor | float:
+        return self.trainer.strategy.reduce(value, reduce_op="sum")
 
     def _add_loss(self, split: str, mean: Tensor) -> None:
         self.add_to_point(f"{split}/loss", mean, progress_bar=True)
@@ -141,6 +156,22 @@ class LanguageModel(pl.LightningModule):
         checkpoint["tokens_seen"], checkpoint["empty_windows"] = self.tokens_seen, self.empty_windows
         checkpoint["losses"] = self.losses
         checkpoint["tokenizer"] = self.trainer.datamodule.tokenizer_json
+        if not isinstance(self.gpt, FSDPModule):
+            checkpoint["optimizer_states"] = [self._numbered_by_module(s) for s in checkpoint["optimizer_states"]]
+
+    def _numbered_by_module(self, state: dict) -> dict:
+        """An optimizer's state with its parameters numbered as the module has them, not the optimizer.
+
+        So are those of sharded runs, which read no other. A run that is not sharded reads both.
+        """
+        number = {id(parameter): index for index, parameter in enumerate(self.parameters())}
+        groups = self.optimizers(use_pl_optimizer=False).param_groups
+        numbers = iter([number[id(parameter)] for group in groups for parameter in group["params"]])
+        renamed = {old: next(numbers) for group in state["param_groups"] for old in group["params"]}
+        return {
+            "state": {renamed[old]: value for old, value in state["state"].items()},
+            "param_groups": [g | {"params": [renamed[old] for old in g["params"]]} for g in state["param_groups"]],
+        }
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.tokens_seen, self.empty_windows = checkpoint["tokens_seen"], checkpoint["empty_windows"]

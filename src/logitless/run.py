@@ -9,14 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.fsdp import FSDPModule
 
-from logitless import memory
+from logitless import memory, ranks
 from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
 from logitless.data import Corpus, TextData
 from logitless.generation import complete
 from logitless.job import LAST_CHECKPOINT, Job
 from logitless.loggers import Loggers
+from logitless.model import GPT
 from logitless.module import LanguageModel
 from logitless.records import FILE_NAME, append_line, new_record
 
@@ -38,6 +41,8 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep: str | N
     run_dir.mkdir(parents=True, exist_ok=True)
     _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
+    if ranks.rank(config["trainer"]) > 0:
+        return _follow(job, run_dir)
     record = new_record(config, job.device) | {"overrides": list(overrides), "sweep": sweep}
     record |= {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
     record |= {"plan": None if job.plan is None else asdict(job.plan), "precision": job.precision}
@@ -53,15 +58,37 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep: str | N
         _fit(job, loggers, run_dir, record)
         record["status"] = "ok"
     except BaseException as error:
-        record["status"] = "oom" if memory.is_out_of_memory(error) else "error"
-        record["error"] = _describe_error(error)
+        record |= _outcome(error)
         if record["status"] == "error":
             (run_dir / "traceback.txt").write_text(traceback.format_exc())
         raise
     finally:
-        append_line(record, run_dir / FILE_NAME)
-        loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
+        _close(record, loggers, run_dir)
     return record
+
+
+def _follow(job: Job, run_dir: Path) -> dict:
+    """The part of a rank that is not the first: it computes, and writes nothing unless it fails."""
+    ranks.follow_rank_zero(job.config["trainer"])
+    record = {}
+    try:
+        _fit(job, None, run_dir, record)
+    except Exception as error:
+        facts = _outcome(error) | {name: record.get(name) for name in ("step", "phase")}
+        ranks.report_failure(run_dir, ranks.rank(job.config["trainer"]), facts)
+        raise
+    return record
+
+
+def _outcome(error: BaseException) -> dict:
+    if isinstance(error, ranks.RankError):
+        return error.facts
+    return {"status": "oom" if memory.is_out_of_memory(error) else "error", "error": _describe_error(error)}
+
+
+def _close(record: dict, loggers: Loggers, run_dir: Path) -> None:
+    append_line(record, run_dir / FILE_NAME)
+    loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
 
 
 def _describe_error(error: BaseException) -> str:
@@ -71,11 +98,13 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _quieten_lightning() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # advertisements
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # advertisements
     warnings.filterwarnings("ignore", message=".*LeafSpec")  # its own use of what torch deprecates
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # slicing a memory map needs none
     warnings.filterwarnings("ignore", message="The dirpath has changed")  # a resumed run has a folder of its own
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable")  # data.Batches knows its place
+    warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist")  # LanguageModel reduces itself
 
 
 def run_name(record: dict) -> str:
@@ -84,24 +113,29 @@ def run_name(record: dict) -> str:
     return f"{record['backend']}{chunk}-T{record['seq_len']}"
 
 
-def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
-    """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
-    config, corpus, loss, device, precision, _, limit = job
+def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None:
+    """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far.
+
+    Of several ranks the first alone has loggers, and samples.
+    """
+    config, corpus, loss, device, _, _, limit = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     module = LanguageModel(config["model"], loss, optimizer, log_every=config["log_every"], seed=config["seed"])
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
-    print(first_lines(job, record, run_dir))
 
     meter = memory.meter(module, device)
     position, peaks, throughput = Position(), PeakMemory(meter), Throughput()
     callbacks = [position, throughput, peaks, *([limit] if limit else [])]
-    trainer = _trainer(config, precision, loggers, run_dir, callbacks)
+    trainer = _trainer(job, loggers, run_dir, callbacks)
+    record["world_size"] = trainer.world_size
+    if loggers is not None:
+        print(first_lines(job, record, run_dir))
     resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
     try:
-        with meter:
+        with meter, ranks.Watch(trainer, run_dir, lambda failure: _close(record | failure, loggers, run_dir)):
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
@@ -114,20 +148,40 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     if config["checkpoint_every"] is not None:
         trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
         record["checkpoint"] = str(LAST_CHECKPOINT)
+    record |= {name: _largest(trainer, value) for name, value in peaks.summary().items()}
+    gpt = _whole(trainer, module)
     is_finite = math.isfinite(module.losses["val_loss"])
-    record["sample"] = sample(module.to(device), corpus, config) if is_finite else None
+    if loggers is not None:
+        record["sample"] = sample(gpt.to(device), corpus, config) if is_finite else None
 
 
-def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
+def _largest(trainer: pl.Trainer, value: float) -> float:
+    """The largest of all ranks' values."""
+    on_device = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
+    return trainer.strategy.reduce(on_device, reduce_op="max").item()
+
+
+def _whole(trainer: pl.Trainer, module: LanguageModel) -> GPT:
+    """The model, on rank 0 with all of its weights where they are cut over ranks; all ranks must call it."""
+    if not isinstance(module.gpt, FSDPModule):
+        return module.gpt
+    state = trainer.strategy.lightning_module_state_dict()
+    gpt = GPT(module.gpt.config)
+    if state:
+        gpt.load_state_dict({name.removeprefix("gpt."): value for name, value in state.items()})
+    return gpt
+
+
+def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list) -> pl.Trainer:
+    config = job.config
     every = config["checkpoint_every"]
     if every is not None:
         folder = run_dir / LAST_CHECKPOINT.parent
         options = {"save_top_k": 0, "save_last": True, "enable_version_counter": False}
         callbacks = [*callbacks, ModelCheckpoint(folder, every_n_train_steps=every, **options)]
     return pl.Trainer(
-        **config["trainer"],
-        devices=1,
-        precision=precision,
+        **ranks.trainer_options(config["trainer"], job.device),
+        precision=job.precision,
         max_steps=config["max_steps"],
         max_epochs=-1,  # the data is one endless epoch
         accumulate_grad_batches=config["accumulate"],
@@ -135,7 +189,7 @@ def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, call
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=1,  # LanguageModel.is_logging_step decides
-        logger=loggers.all(),
+        logger=loggers.all() if loggers else False,
         callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"])],
         enable_checkpointing=every is not None,
         enable_model_summary=False,
@@ -144,12 +198,12 @@ def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, call
     )
 
 
-def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
+def sample(gpt: GPT, corpus: Corpus, config: dict) -> str:
     """The 12 tokens in the middle of the validation text, `|`, and what the model adds."""
     middle = len(corpus.validation) // 2
     prompt = corpus.tokenizer.decode(corpus.validation[middle : middle + 12].tolist())
     options = {"max_new_tokens": 60, "temperature": 0.8, "top_k": 50, "seed": config["seed"]}
-    (text,) = complete(module.gpt.eval(), corpus.tokenizer, [prompt], **options)
+    (text,) = complete(gpt.eval(), corpus.tokenizer, [prompt], **options)
     return f"{prompt}|{text.removeprefix(prompt)}"
 
 
@@ -157,11 +211,12 @@ def first_lines(job: Job, record: dict, run_dir: Path) -> str:
     """What the run will do, in a few lines."""
     config = job.config
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
+    of_ranks = f" on each of {record['world_size']} ranks" if record["world_size"] > 1 else ""
     logits = job.plan or f"all {tokens} x {vocab} logits at once; it uses neither chunk nor budget_mib"
     return (
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
         f"[V={vocab}, D={config['model']['width']}]\n"
         f"loss   {record['backend']}: {logits}\n"
-        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens\n"
+        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens{of_ranks}\n"
         f"run    {record['device']}, {record['precision']}, in {run_dir}"
     )
