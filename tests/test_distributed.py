@@ -87,8 +87,18 @@ def commonest_token(folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs_of(tmp_path_factory):
-    return functools.cache(lambda world: Runs(world, tmp_path_factory.mktemp(f"world{world}")))
+def runs_of_2(tmp_path_factory):
+    return Runs(2, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def runs_of_3(tmp_path_factory):
+    return Runs(3, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def runs_of(request):
+    return lambda world: request.getfixturevalue(f"runs_of_{world}")
 
 
 def gradients(run: Path) -> dict[int, torch.Tensor]:

@@ -134,8 +134,16 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
     if loggers is not None:
         print(first_lines(job, record, run_dir))
     resume = None if config["resume"] is None else Path(config["resume"]) / LAST_CHECKPOINT
+
+    def so_far() -> dict:
+        counts = {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
+        return counts | {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
+
+    def give_up(failure: dict) -> None:
+        _close(record | so_far() | failure, loggers, run_dir)
+
     try:
-        with meter, ranks.Watch(trainer, run_dir, lambda failure: _close(record | failure, loggers, run_dir)):
+        with meter, ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
@@ -143,8 +151,7 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
         record |= {"step": position.step, "phase": position.phase}
         raise
     finally:
-        record |= {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
-        record |= {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
+        record |= so_far()
     if config["checkpoint_every"] is not None:
         trainer.save_checkpoint(run_dir / LAST_CHECKPOINT)
         record["checkpoint"] = str(LAST_CHECKPOINT)
