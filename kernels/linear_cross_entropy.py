@@ -245,10 +245,9 @@ def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    reference.check_weight(weight)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden [N, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}")
-    if weight.numel() == 0:
-        raise ValueError(f"weight {list(weight.shape)} is empty: it is not materialised (sharded?)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias [{weight.shape[0]}], got {list(bias.shape)}")
     for tensor in (hidden, weight, bias):

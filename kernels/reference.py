@@ -102,6 +102,15 @@ def reduce(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) ->
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
 
 
+def check_weight(weight: Tensor) -> None:
+    """Raises ValueError for a rank's part of a weight, as FSDP leaves it outside of its module's forward."""
+    if weight.numel() == 0 or hasattr(weight, "device_mesh"):  # flattened away, or a DTensor
+        raise ValueError(
+            f"weight not materialised: a part of {list(weight.shape)}, cut over ranks; call the loss inside "
+            "the forward of the module that owns the weight"
+        )
+
+
 def check_labels(labels: Tensor, n_rows: int) -> None:
     """Raises ValueError for a wrong shape or dtype."""
     if labels.shape != (n_rows,):
@@ -131,6 +140,7 @@ def linear_cross_entropy_sums(
         bias: [V], or None.
     """
     check_labels(labels, hidden.shape[0])
+    check_weight(weight)
     labels = labels.long()
     if not torch.compiler.is_compiling():
         check_label_range(labels, weight.shape[0], objective.ignore_index)

@@ -27,7 +27,8 @@ def main(config: DictConfig) -> None:
     # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from logitless.checkpoints import TERMINATED, Stopped
+    from logitless import ranks
+    from logitless.checkpoints import TERMINATED, ResumeError, Stopped
     from logitless.job import prepare
     from logitless.memory import is_out_of_memory
     from logitless.module import DivergedError
@@ -36,19 +37,23 @@ def main(config: DictConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exception: the record and W&B get closed
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     overrides, sweep_dir = identity(HydraConfig.get())
+    rank = ranks.rank(config.trainer)
     try:
-        job = prepare(started(config, run_dir))
+        ranks.check(config.trainer, HydraConfig.get().overrides.hydra)
+        job = prepare(started(config, run_dir, is_first=rank == 0))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
-        print(last_lines(train(job, run_dir, overrides, sweep_dir), run_dir))
+        record = train(job, run_dir, overrides, sweep_dir)
+        if rank == 0:
+            print(last_lines(record, run_dir))
     except SystemExit as error:
         reason = f" ({error})" if isinstance(error, Stopped) else ""
         print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
             sys.exit(TERMINATED)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
-    except (DivergedError, OSError) as error:  # of the numbers, of the disk: no bug, and a traceback tells no more
+    except (DivergedError, ResumeError, OSError) as error:  # no bug, and a traceback tells no more
         sys.exit(f"error: {error}")
     except Exception as error:
         if not is_out_of_memory(error, job.device):
@@ -57,12 +62,13 @@ def main(config: DictConfig) -> None:
         sys.exit(1)
 
 
-def started(config: DictConfig, run_dir: Path) -> DictConfig:
+def started(config: DictConfig, run_dir: Path, *, is_first: bool) -> DictConfig:
     """The configuration of this run: the command's, or a resumed run's changed by the command's overrides.
 
-    `run_dir` gets the overrides of both, in a file that Hydra does not overwrite when a later run starts there.
+    `run_dir` gets the overrides of both from the first rank, in a file that Hydra does not overwrite when a later run
+    starts there.
     """
-    if (run_dir / FILE_NAME).exists():
+    if is_first and (run_dir / FILE_NAME).exists():
         raise ValueError(f"{run_dir} holds a run already: choose another hydra.run.dir")
     overrides = list(HydraConfig.get().overrides.task)
     if config.resume is not None:
@@ -73,7 +79,8 @@ def started(config: DictConfig, run_dir: Path) -> DictConfig:
         overrides = [*OmegaConf.load(first), *overrides]
         config = hydra.compose("train", overrides=overrides)
         check_resumed_config(config, before)
-    OmegaConf.save(overrides, run_dir / OVERRIDES)
+    if is_first:
+        OmegaConf.save(overrides, run_dir / OVERRIDES)
     return config
 
 

@@ -410,8 +410,8 @@ def test_a_write_that_fails_leaves_both_older_checkpoints(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"last\.ckpt cannot be written: No space left"):
-        files.save_checkpoint({"step": 3}, tmp_path / "last.ckpt")
+    files.save_checkpoint({"step": 3}, tmp_path / "last.ckpt")
+    assert "last.ckpt cannot be written: No space left" in str(files.error)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

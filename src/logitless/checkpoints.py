@@ -38,12 +38,22 @@ class Stopped(SystemExit):
         return self.message
 
 
+class ResumeError(ValueError):
+    """A checkpoint that this run cannot continue."""
+
+
 class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside the last one, which then becomes the previous one: a kill leaves whole files only."""
+    """Writes a checkpoint beside the last one, which then becomes the previous one: a kill leaves whole files only.
+
+    Where the folder takes no more, both older files stay as they were, and `error` says why: an exception would leave
+    the other ranks waiting for this one.
+    """
+
+    error: OSError | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Raises OSError, with both older files as they were, where the folder takes no more."""
         path = Path(path)
+        self.error = None
         part = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +70,7 @@ class WholeFiles(TorchCheckpointIO):
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):  # else torch's complaint about a file that it could not end
                 raise
-            raise OSError(cause.errno, f"{path} cannot be written: {cause.strerror}") from error
+            self.error = OSError(cause.errno, f"{path} cannot be written: {cause.strerror}")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -113,18 +123,28 @@ class Checkpoints(Checkpoint):
     Args:
         run_dir: the run's folder.
         every: optimizer steps from one checkpoint to the next; None: none, and SIGTERM is left to others.
-        curves: the points so far are counted there.
+        files: the trainer's, which the first rank writes with.
+        curves: the points so far are counted there; None on the other ranks.
         resumed_curves: those of the run that is continued.
     """
 
-    def __init__(self, run_dir: Path, every: int | None, curves: CurveFile, resumed_curves: Path | None):
-        self.path, self.every = run_dir / LAST_CHECKPOINT, every
+    def __init__(
+        self,
+        run_dir: Path,
+        every: int | None,
+        files: WholeFiles,
+        curves: CurveFile | None,
+        resumed_curves: Path | None,
+    ):
+        self.path, self.every, self.files = run_dir / LAST_CHECKPOINT, every, files
         self.curves, self.resumed_curves = curves, resumed_curves
         self.saved_step: int | None = None
         self._step = 0
         self._is_terminated = False
 
     def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
+        if checkpoint["world_size"] != trainer.world_size:
+            raise ResumeError(f"the run was of {checkpoint['world_size']} ranks, this one is of {trainer.world_size}")
         # The last batch of a run is not the last of one with more steps.
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
         for step, values in read_rows(self.resumed_curves)[: checkpoint["curve_rows"]]:
@@ -132,7 +152,9 @@ class Checkpoints(Checkpoint):
                 logger.log_metrics(values, step=step)
 
     def on_save_checkpoint(self, trainer, module, checkpoint: dict) -> None:
-        checkpoint["curve_rows"] = self.curves.n_rows
+        checkpoint["world_size"] = trainer.world_size
+        if self.curves is not None:
+            checkpoint["curve_rows"] = self.curves.n_rows
 
     def on_train_start(self, trainer, module) -> None:
         self._step = trainer.global_step
@@ -158,14 +180,14 @@ class Checkpoints(Checkpoint):
             self.save(trainer, module)
 
     def on_train_end(self, trainer, module) -> None:
-        if self._is_terminated:  # in the last validation
+        if self._is_terminated_anywhere(trainer):  # in the last validation
             self._stop(trainer, module)
 
     def _must_stop(self, trainer, module) -> bool:
-        if trainer.world_size == 1:
-            return self._is_terminated
-        if not module.is_logging_step(self._step):
-            return False
+        may_agree = trainer.world_size == 1 or module.is_logging_step(self._step)
+        return may_agree and self._is_terminated_anywhere(trainer)
+
+    def _is_terminated_anywhere(self, trainer) -> bool:
         return trainer.strategy.reduce_boolean_decision(self._is_terminated, all=False)
 
     def _stop(self, trainer, module) -> None:
@@ -175,15 +197,15 @@ class Checkpoints(Checkpoint):
     def save(self, trainer, module) -> None:
         """Writes a checkpoint, or says on stderr why it does not."""
         module.write_point()  # that of this step is part of what the checkpoint counts
-        step = trainer.global_step
+        step, self.files.error = trainer.global_step, None
         if not module.is_finite():
             _tell(f"no checkpoint at step {step}: the weights are not finite; {self.last()}")
             return
-        try:
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path)
+        if self.files.error is None:
             self.saved_step = step
-        except OSError as error:
-            _tell(f"no checkpoint at step {step}: {error.strerror}; {self.last()}")
+        else:
+            _tell(f"no checkpoint at step {step}: {self.files.error.strerror}; {self.last()}")
 
     def facts(self) -> dict:
         """The last checkpoint for the run's record; nothing if there is none."""

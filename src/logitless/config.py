@@ -95,6 +95,12 @@ TRAIN = {
     "trainer.accelerator": _choice("auto", "cpu", "gpu"),
     "logger.kind": _choice("wandb", "csv"),
 }
+DISTRIBUTED = {
+    "trainer.devices": Rule(f"{COUNT.words}, or auto", lambda value: value == "auto" or COUNT.holds(value)),
+    "trainer.num_nodes": COUNT,
+    "trainer.strategy": _choice("ddp", "fsdp"),
+    "trainer.timeout_s": _number("> 0", lambda value: value > 0),
+}
 GENERATE = {
     "samples": COUNT,
     "max_new_tokens": COUNT,
@@ -116,7 +122,7 @@ def check_train_config(config: DictConfig) -> None:
     rules = TRAIN | {"data.validation": HELD_OUT_OF_HUB if "repo" in config.data else HELD_OUT_OF_TEXT}
     if config.tokenizer.kind == "bpe":
         rules["tokenizer.vocab_size"] = _integer(257, 2**24)  # END_OF_TEXT and all bytes
-    _check(config, rules)
+    _check(config, rules | (DISTRIBUTED if "strategy" in config.trainer else {}))
 
 
 def check_resumed_config(config: DictConfig, before: DictConfig) -> None:

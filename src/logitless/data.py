@@ -137,10 +137,14 @@ class Blocks:
         outside = block[(block < 0) | (block >= self.vocab)]
         if outside.size:
             raise ValueError(f"token id {outside[0]} does not fit model.padded_vocab_size={self.vocab}")
-        tokens = np.zeros(self.seq_len, dtype=np.int64)
-        labels = np.full(self.seq_len, self.ignore_index, dtype=np.int64)
+        tokens, labels = self.empty_row()
         tokens[: len(block) - 1], labels[: len(block) - 1] = block[:-1], block[1:]
         return tokens, labels
+
+    def empty_row(self) -> tuple[np.ndarray, np.ndarray]:
+        """A row whose labels do not count, for a rank that has none left where others have."""
+        labels = np.full(self.seq_len, self.ignore_index, dtype=np.int64)
+        return np.zeros(self.seq_len, dtype=np.int64), labels
 
     def n_kept(self, indices: Iterable[int]) -> int:
         """Number of labels that count in the loss of these rows."""
@@ -176,6 +180,7 @@ class Batches(Dataset):
 
     def __getitem__(self, micro_batch: int) -> Batch:
         rows = [self.blocks.row(index) for index in self._rows(micro_batch * self.world + self.rank)]
+        rows = rows or [self.blocks.empty_row()]
         tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return Batch(tokens, labels, self._window_tokens(micro_batch // self.accumulate))
 
@@ -206,7 +211,7 @@ class TextData(pl.LightningDataModule):
         batch_size: B, rows a micro-batch and a rank.
         accumulate: micro-batches an optimizer step.
         max_steps: optimizer steps of the run.
-        val_batches: validation batches, fewer if the validation stream is shorter.
+        val_batches: validation batches of all ranks together, fewer if the validation stream is shorter.
         ignore_index: label that does not count.
         seed: of the order of the rows.
     """
@@ -226,11 +231,11 @@ class TextData(pl.LightningDataModule):
     ):
         super().__init__()
         self.tokenizer_json = corpus.tokenizer.to_str()
-        train, validation = (Blocks(s, seq_len, vocab, ignore_index) for s in (corpus.train, corpus.validation))
+        held_out = corpus.validation[: val_batches * batch_size * seq_len + 1]
+        train, self._held_out = (Blocks(s, seq_len, vocab, ignore_index) for s in (corpus.train, held_out))
+        self.batch_size = batch_size
         n_batches = max_steps * accumulate
         self._train = partial(Batches, train, batch_size, n_batches=n_batches, accumulate=accumulate, seed=seed)
-        n_batches = min(val_batches, -(-len(validation) // batch_size))
-        self._validation = Batches(validation, batch_size, n_batches=n_batches)
 
     def train_dataloader(self) -> DataLoader:
         batches = self._train(rank=self.trainer.global_rank, world=self.trainer.world_size)
@@ -238,7 +243,10 @@ class TextData(pl.LightningDataModule):
         return DataLoader(batches, batch_size=None, sampler=_Resumed(range(start, len(batches)), len(batches)))
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self._validation, batch_size=None)
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        n_batches = -(-len(self._held_out) // (self.batch_size * world))  # of every rank: all compute together
+        batches = Batches(self._held_out, self.batch_size, n_batches=n_batches, rank=rank, world=world)
+        return DataLoader(batches, batch_size=None)
 
 
 class _Resumed:

@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from kernels import devices, plan
-from logitless import losses
+from logitless import losses, ranks
 from logitless.checkpoints import newest_checkpoint
 from logitless.config import check_train_config
 from logitless.data import Corpus, load_corpus
@@ -45,7 +45,7 @@ def prepare(config: DictConfig) -> Job:
     """
     check_train_config(config)
     checkpoint = None if config.resume is None else newest_checkpoint(Path(config.resume))
-    device = _device(config.trainer.accelerator)
+    device = _device(config.trainer)
     limit = memory_limit(config.memory_limit_gib, device)
     precision = resolve_precision(config.precision, device)
     plain = OmegaConf.to_container(config, resolve=True)
@@ -101,8 +101,10 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "bf16-mixed" if device.type == "cuda" else "32-true"
 
 
-def _device(accelerator: str) -> torch.device:
-    if accelerator == "gpu" and not torch.cuda.is_available():
+def _device(trainer: DictConfig) -> torch.device:
+    if trainer.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("trainer.accelerator=gpu, but torch sees no GPU here: use trainer=auto or trainer=cpu")
-    uses_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
+    uses_gpu = trainer.accelerator != "cpu" and torch.cuda.is_available()
+    if not uses_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank(trainer) if "strategy" in trainer else torch.cuda.current_device())

@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+CURVES = Path("curves") / "metrics.csv"  # in the run's folder
 PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_live_tensor_gib")  # W&B takes no summary of a pattern
 SUMMARIES = {"val/loss": "min", "val/accuracy": "max"} | {f"memory/{name}": "max" for name in PEAKS}
 FINISH_TIMEOUT_S = 60  # for a server that was lost; what is not uploaded by then is on disk, for `wandb sync`
@@ -27,8 +28,7 @@ class Loggers:
     """
 
     def __init__(self, settings: dict, run_dir: Path, run_name: str, backend: str, config: dict):
-        self.curves = Path("curves") / "metrics.csv"
-        self.curve_file = CurveFile(run_dir / self.curves)
+        self.curve_file = CurveFile(run_dir / CURVES)
         self._wandb = None
         if settings["kind"] == "wandb":
             self._wandb = _start_wandb(settings, run_dir, run_name, backend, config)

@@ -35,6 +35,7 @@ def inplace(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, objective: Objective = PLAIN
 ) -> LossSums:
     """One logits tensor, which the gradient overwrites."""
+    reference.check_weight(weight)
     logits = F.linear(hidden, weight, bias)
     return cross_entropy.cross_entropy_sums(logits, labels, objective)
 

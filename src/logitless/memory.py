@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS  # by qualified name
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -79,6 +80,8 @@ class LiveTensorMeter(TorchDispatchMode):
         return {"peak_live_tensor_gib": self.peak / GIB}
 
     def _add(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
         if not torch._C._has_storage(tensor):
             return
         storage = tensor.untyped_storage()

@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from logitless.data import Batch
 from logitless.losses import LossBackend
@@ -57,6 +59,16 @@ class LanguageModel(pl.LightningModule):
         self._nonfinite: Tensor | int = 0  # how many of the last steps in a row; counted where the loss is
         self._logged_nonfinite = 0
 
+    def configure_model(self) -> None:
+        """Cuts the parameters over the ranks of the strategy's mesh, where it has one; Lightning calls it repeatedly.
+
+        The embedding and the head, which may share a weight, stay in the root's group, whole from forward to backward.
+        """
+        if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
+            return
+        for module in (*self.gpt.blocks, self.gpt):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)
         self._window_sum = self._window_sum + sums.cross_entropy
@@ -80,13 +92,12 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen += self._window_tokens
         self.empty_windows += self._window_tokens == 0
         if self.is_logging_step(step):
-            window_sum = self.trainer.strategy.reduce(self._window_sum, reduce_op="sum")  # over ranks
-            self._add_loss("train", window_sum / max(self._window_tokens, 1))
+            self._add_loss("train", self._over_ranks(self._window_sum) / max(self._window_tokens, 1))
             self.add_to_point("lr", optimizer.param_groups[0]["lr"])
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         limit = self.optimizer_settings["grad_clip"] or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit)
+        grad_norm = _whole(torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), limit))
         is_scaled = self.trainer.precision == "16-mixed"  # whose gradients overflow while it looks for its scale
         is_finite = torch.isfinite(self._window_sum if is_scaled else self._window_sum + grad_norm)
         self._nonfinite = torch.where(is_finite, 0, self._nonfinite + 1)
@@ -102,8 +113,10 @@ class LanguageModel(pl.LightningModule):
             raise DivergedError(f"loss or gradient norm not finite since step {first}, {n_steps} steps in a row")
 
     def is_finite(self) -> bool:
-        """Whether all weights are numbers; waits for the device."""
-        return math.isfinite(torch.nn.utils.get_total_norm([p.detach() for p in self.parameters()], math.inf))
+        """Whether all weights of all ranks are numbers; waits for the device. All ranks must call it."""
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in map(Tensor.detach, self.parameters())]
+        largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
+        return self.trainer.strategy.reduce_boolean_decision(math.isfinite(largest), all=True)
 
     def on_validation_epoch_start(self) -> None:
         self._val_sum, self._val_correct, self._val_tokens = 0.0, 0.0, 0
@@ -116,10 +129,11 @@ class LanguageModel(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         n_tokens = max(self._val_tokens, 1)
-        mean = self._val_sum / n_tokens
+        val_sum, correct = (self._over_ranks(value) for value in (self._val_sum, self._val_correct))
+        mean = val_sum / n_tokens
         self.validated_step = self.global_step
         self._add_loss("val", mean)
-        self.add_to_point("val/accuracy", self._val_correct / n_tokens)
+        self.add_to_point("val/accuracy", correct / n_tokens)
         self.losses["val_accuracy"] = self._point["val/accuracy"]
         perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
         self.add_to_point("val/perplexity", perplexity)
@@ -130,6 +144,9 @@ class LanguageModel(pl.LightningModule):
         self._point[name] = float(value)
         if progress_bar:
             self.log(name, self._point[name], prog_bar=True, logger=False)
+
+    def _over_ranks(self, value: Tensor | float) -> Tensor | float:
+        return self.trainer.strategy.reduce(value, reduce_op="sum")
 
     def _add_loss(self, split: str, mean: Tensor) -> None:
         self.add_to_point(f"{split}/loss", mean, progress_bar=True)
@@ -180,10 +197,31 @@ class LanguageModel(pl.LightningModule):
         checkpoint["tokens_seen"], checkpoint["empty_windows"] = self.tokens_seen, self.empty_windows
         checkpoint["losses"], checkpoint["validated_step"] = self.losses, self.validated_step
         checkpoint["tokenizer"] = self.trainer.datamodule.tokenizer_json
+        if not isinstance(self.gpt, FSDPModule):
+            checkpoint["optimizer_states"] = [self._numbered_by_module(s) for s in checkpoint["optimizer_states"]]
+
+    def _numbered_by_module(self, state: dict) -> dict:
+        """An optimizer's state with its parameters numbered as the module has them, not the optimizer.
+
+        So are those of sharded runs, which read no other. A run that is not sharded reads both.
+        """
+        number = {id(parameter): index for index, parameter in enumerate(self.parameters())}
+        groups = self.optimizers(use_pl_optimizer=False).param_groups
+        numbers = iter([number[id(parameter)] for group in groups for parameter in group["params"]])
+        renamed = {old: next(numbers) for group in state["param_groups"] for old in group["params"]}
+        return {
+            "state": {renamed[old]: value for old, value in state["state"].items()},
+            "param_groups": [g | {"params": [renamed[old] for old in g["params"]]} for g in state["param_groups"]],
+        }
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.tokens_seen, self.empty_windows = checkpoint["tokens_seen"], checkpoint["empty_windows"]
         self.losses, self.validated_step = checkpoint["losses"], checkpoint["validated_step"]
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A number of which each rank may hold a part; all ranks must call it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, max_steps: int, min_ratio: float) -> float:

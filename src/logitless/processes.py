@@ -76,6 +76,11 @@ def group_members(group: int) -> list[int]:
     return members
 
 
+def die_with_parent() -> None:
+    """Makes the kernel kill this process when the one that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _die_with(libc: ctypes.CDLL, parent: int, signals: set) -> None:
     """In the child, before its program starts."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -14,14 +14,16 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.fsdp import FSDPModule
 
-from logitless import memory
+from logitless import memory, ranks
 from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
 from logitless.checkpoints import TERMINATED, Checkpoints, WholeFiles
 from logitless.data import Corpus, TextData
 from logitless.generation import complete
 from logitless.job import Job
-from logitless.loggers import Loggers
+from logitless.loggers import CURVES, Loggers
+from logitless.model import GPT
 from logitless.module import LanguageModel
 from logitless.records import FILE_NAME, append_line, new_record
 
@@ -43,6 +45,8 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str
     run_dir.mkdir(parents=True, exist_ok=True)
     _quieten_lightning()
     pl.seed_everything(config["seed"], verbose=False)
+    if ranks.rank(config["trainer"]) > 0:
+        return _follow(job, run_dir)
     record = new_record(config, job.device) | {"overrides": list(overrides), "sweep": sweep_dir}
     record |= {"backend": loss.func.__name__, "chunk": loss.keywords.get("chunk")}
     record |= {"plan": None if job.plan is None else asdict(job.plan), "precision": job.precision}
@@ -55,34 +59,50 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str
     loggers = None
     try:
         loggers = Loggers(settings, run_dir, run_name(record), record["backend"], config)
-        record["curves"] = str(loggers.curves)
+        record["curves"] = str(CURVES)
         _fit(job, loggers, run_dir, record)
         record["status"] = "ok"
     except BaseException as error:
-        record["status"] = _status(error, job.device)
-        record["error"] = _describe_error(error)
+        record |= _outcome(error, job.device)
         if record["status"] == "error":
             with suppress(OSError):  # of a full disk, which may be the error itself
                 (run_dir / "traceback.txt").write_text(traceback.format_exc())
         raise
     finally:
-        try:
-            append_line(record, run_dir / FILE_NAME)
-        except OSError:
-            print(f"what should stand in {run_dir / FILE_NAME}: {json.dumps(record)}", file=sys.stderr)
-            raise
-        finally:
-            if loggers is not None:
-                summary = {key: value for key, value in record.items() if key not in ("config", "versions", "sample")}
-                loggers.finish(summary)
+        _close(record, loggers, run_dir)
     return record
 
 
-def _status(error: BaseException, device: torch.device) -> str:
-    if memory.is_out_of_memory(error, device):
-        return "oom"
+def _follow(job: Job, run_dir: Path) -> dict:
+    """The part of a rank that is not the first: it computes, and writes nothing unless it fails."""
+    ranks.follow_rank_zero(job.config["trainer"])
+    record = {}
+    try:
+        _fit(job, None, run_dir, record)
+    except Exception as error:
+        facts = _outcome(error, job.device) | {name: record.get(name) for name in ("step", "phase")}
+        ranks.report_failure(run_dir, ranks.rank(job.config["trainer"]), facts)
+        raise
+    return record
+
+
+def _outcome(error: BaseException, device: torch.device) -> dict:
+    if isinstance(error, ranks.RankError):
+        return error.facts
     is_terminated = isinstance(error, SIGTERMException) or (isinstance(error, SystemExit) and error.code == TERMINATED)
-    return "stopped" if is_terminated else "error"
+    is_oom = memory.is_out_of_memory(error, device)
+    return {"status": "oom" if is_oom else "stopped" if is_terminated else "error", "error": _describe_error(error)}
+
+
+def _close(record: dict, loggers: Loggers | None, run_dir: Path) -> None:
+    try:
+        append_line(record, run_dir / FILE_NAME)
+    except OSError:
+        print(f"what should stand in {run_dir / FILE_NAME}: {json.dumps(record)}", file=sys.stderr)
+        raise
+    finally:
+        if loggers is not None:
+            loggers.finish({key: value for key, value in record.items() if key not in ("config", "versions", "sample")})
 
 
 def _describe_error(error: BaseException) -> str:
@@ -92,10 +112,12 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _quieten_lightning() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # advertisements
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # advertisements
     warnings.filterwarnings("ignore", message=".*LeafSpec")  # its own use of what torch deprecates
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # slicing a memory map needs none
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable")  # data.Batches knows its place
+    warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist")  # LanguageModel reduces itself
 
 
 def run_name(record: dict) -> str:
@@ -104,9 +126,12 @@ def run_name(record: dict) -> str:
     return f"{record['backend']}{chunk}-T{record['seq_len']}"
 
 
-def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
-    """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far."""
-    config, corpus, loss, device, precision, _, limit, resumed = job
+def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None:
+    """Builds, trains, validates and samples; `record` is filled in on the way, so that a failed run shows how far.
+
+    Of several ranks the first alone has loggers, and samples.
+    """
+    config, corpus, loss, device, _, _, limit, resumed = job
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     names = ("log_every", "nonfinite_steps", "seed")
@@ -114,16 +139,29 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
-    print(first_lines(job, record, run_dir))
 
     meter = memory.meter(module, device)
     position, peaks, throughput = Position(), PeakMemory(meter), Throughput()
-    former_curves = None if resumed is None else Path(config["resume"]) / loggers.curves
-    checkpoints = Checkpoints(run_dir, config["checkpoint_every"], loggers.curve_file, former_curves)
+    former_curves = None if resumed is None else Path(config["resume"]) / CURVES
+    files = WholeFiles()
+    curve_file = loggers and loggers.curve_file
+    checkpoints = Checkpoints(run_dir, config["checkpoint_every"], files, curve_file, former_curves)
     callbacks = [position, throughput, peaks, *([limit] if limit else []), checkpoints]
-    trainer = _trainer(config, precision, loggers, run_dir, callbacks)
+    trainer = _trainer(job, loggers, run_dir, callbacks, files)
+    record["world_size"] = trainer.world_size
+    if loggers is not None:
+        print(first_lines(job, record, run_dir))
+
+    def so_far() -> dict:
+        counts = {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
+        measured = {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
+        return counts | measured | checkpoints.facts()
+
+    def give_up(failure: dict) -> None:
+        _close(record | so_far() | failure, loggers, run_dir)
+
     try:
-        with meter:
+        with meter, ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
@@ -131,23 +169,41 @@ def _fit(job: Job, loggers: Loggers, run_dir: Path, record: dict) -> None:
         record |= {"step": position.step, "phase": position.phase}
         raise
     finally:
-        record |= {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
-        record |= {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
-        record |= checkpoints.facts()
+        record |= so_far()
     if config["checkpoint_every"] is not None:
         checkpoints.save(trainer, module)
         record |= checkpoints.facts()
-        if checkpoints.saved_step != trainer.global_step and module.is_finite():
-            raise OSError(f"the trained model could not be written: {checkpoints.last()}")
+    record |= {name: _largest(trainer, value) for name, value in peaks.summary().items()}
+    gpt = _whole(trainer, module)
     is_finite = math.isfinite(module.losses["val_loss"])
-    record["sample"] = sample(module.to(device), corpus, config) if is_finite else None
+    if loggers is not None:
+        record["sample"] = sample(gpt.to(device), corpus, config) if is_finite else None
+    if files.error is not None:
+        raise OSError(f"the trained model could not be written: {checkpoints.last()}")
 
 
-def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, callbacks: list) -> pl.Trainer:
+def _largest(trainer: pl.Trainer, value: float) -> float:
+    """The largest of all ranks' values."""
+    on_device = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
+    return trainer.strategy.reduce(on_device, reduce_op="max").item()
+
+
+def _whole(trainer: pl.Trainer, module: LanguageModel) -> GPT:
+    """The model, on rank 0 with all of its weights where they are cut over ranks; all ranks must call it."""
+    if not isinstance(module.gpt, FSDPModule):
+        return module.gpt
+    state = trainer.strategy.lightning_module_state_dict()
+    gpt = GPT(module.gpt.config)
+    if state:
+        gpt.load_state_dict({name.removeprefix("gpt."): value for name, value in state.items()})
+    return gpt
+
+
+def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list, files: WholeFiles) -> pl.Trainer:
+    config = job.config
     return pl.Trainer(
-        **config["trainer"],
-        devices=1,
-        precision=precision,
+        **ranks.trainer_options(config["trainer"], job.device),
+        precision=job.precision,
         max_steps=config["max_steps"],
         max_epochs=-1,  # the data is one endless epoch
         accumulate_grad_batches=config["accumulate"],
@@ -155,21 +211,21 @@ def _trainer(config: dict, precision: str, loggers: Loggers, run_dir: Path, call
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=1,  # LanguageModel.is_logging_step decides
-        logger=loggers.all(),
+        logger=loggers.all() if loggers else False,
         callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"])],
-        plugins=[WholeFiles()],
+        plugins=[files],
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=run_dir,
     )
 
 
-def sample(module: LanguageModel, corpus: Corpus, config: dict) -> str:
+def sample(gpt: GPT, corpus: Corpus, config: dict) -> str:
     """The 12 tokens in the middle of the validation text, `|`, and what the model adds."""
     middle = len(corpus.validation) // 2
     prompt = corpus.tokenizer.decode(corpus.validation[middle : middle + 12].tolist())
     options = {"max_new_tokens": 60, "temperature": 0.8, "top_k": 50, "seed": config["seed"]}
-    (text,) = complete(module.gpt.eval(), corpus.tokenizer, [prompt], **options)
+    (text,) = complete(gpt.eval(), corpus.tokenizer, [prompt], **options)
     return f"{prompt}|{text.removeprefix(prompt)}"
 
 
@@ -177,11 +233,12 @@ def first_lines(job: Job, record: dict, run_dir: Path) -> str:
     """What the run will do, in a few lines."""
     config = job.config
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
+    of_ranks = f" on each of {record['world_size']} ranks" if record["world_size"] > 1 else ""
     logits = job.plan or f"all {tokens} x {vocab} logits at once; it uses neither chunk nor budget_mib"
     return (
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
         f"[V={vocab}, D={config['model']['width']}]\n"
         f"loss   {record['backend']}: {logits}\n"
-        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens\n"
+        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens{of_ranks}\n"
         f"run    {record['device']}, {record['precision']}, in {run_dir}"
     )

@@ -1,0 +1,180 @@
+"""Several processes that train one model: who is who, Lightning's strategy, and what happens when one of them fails.
+
+Rank 0 alone writes the record, the curves and W&B's run; another rank that fails leaves its reason in a file of the
+run's folder, which rank 0 reads. Rank 0 may then be waiting for the dead rank, in code that no signal interrupts
+(NCCL), so that a thread of it looks for such files and for ranks that ended.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from subprocess import Popen
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from omegaconf import DictConfig
+
+from logitless import processes
+from logitless.memory import is_out_of_memory
+
+EXTERNAL = "RANK", "SLURM_PROCID"  # set by torchrun, and by srun
+POLL_S = 0.5
+CAUSE_S = 2.0  # that the cause of a lost connection may need to show
+GRACE_S = 10.0  # that rank 0 has to notice by itself, as it does with gloo, and to write more into its record
+
+
+def rank(trainer: dict) -> int:
+    """This process's rank among all, before Lightning knows; `trainer` is that of conf/trainer/*.yaml."""
+    return _from_environment(trainer, *EXTERNAL, "LOCAL_RANK")
+
+
+def local_rank(trainer: dict) -> int:
+    """This process's rank on its machine, which is the index of its GPU."""
+    return _from_environment(trainer, "LOCAL_RANK", "SLURM_LOCALID")
+
+
+def check(trainer: DictConfig, hydra_overrides: Sequence[str]) -> None:
+    """Raises ValueError for ranks that would not find each other: on several machines, or in folders of their own."""
+    if "strategy" not in trainer:
+        return
+    is_started_externally = any(name in os.environ for name in EXTERNAL)  # else Lightning starts all but the first
+    if trainer.num_nodes > 1 and not is_started_externally:
+        raise ValueError(f"trainer.num_nodes={trainer.num_nodes}: start it on each with torchrun, or with srun")
+    if is_started_externally and not any(override.startswith("hydra.run.dir=") for override in hydra_overrides):
+        raise ValueError("give hydra.run.dir=FOLDER: all ranks of a run must have the same one")
+
+
+def _from_environment(trainer: dict, *names: str) -> int:
+    given = [os.environ[name] for name in names if name in os.environ]
+    return int(given[0]) if given and "strategy" in trainer else 0
+
+
+def trainer_options(trainer: dict, device: torch.device) -> dict:
+    """Arguments of Lightning's Trainer for conf/trainer/*.yaml."""
+    if "strategy" not in trainer:
+        return {**trainer, "devices": 1}
+    devices, num_nodes = trainer["devices"], trainer["num_nodes"]
+    if devices == "auto":
+        devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    strategy = _strategy(trainer["strategy"], devices * num_nodes, timedelta(seconds=trainer["timeout_s"]))
+    return {"accelerator": trainer["accelerator"], "devices": devices, "num_nodes": num_nodes, "strategy": strategy}
+
+
+def _strategy(name: str, world: int, timeout: timedelta) -> Strategy:
+    if name == "ddp":
+        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)  # no second copy of the gradients
+    sizes = {"data_parallel_size": world, "tensor_parallel_size": 1}
+    return ModelParallelStrategy(**sizes, save_distributed_checkpoint=False, timeout=timeout)
+
+
+def report_failure(run_dir: Path, rank: int, facts: dict) -> None:
+    """Says in `run_dir` why this rank ends; rank 0 adds `facts` to its record."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = run_dir / f"failed-rank{rank}.json"
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps({"failed_rank": rank, **facts}))
+    os.replace(unfinished, file)
+
+
+def reported_failure(run_dir: Path) -> dict | None:
+    """What the first rank to fail has reported, one that is out of memory before any other; None if none has."""
+    files = sorted(run_dir.glob("failed-rank*.json"), key=lambda file: file.stat().st_mtime)
+    failures = [json.loads(file.read_text()) for file in files]
+    return min(failures, key=lambda failure: failure["status"] != "oom", default=None)
+
+
+class RankError(RuntimeError):
+    """Another rank failed; `facts` is what rank 0's record should say of it."""
+
+    def __init__(self, facts: dict):
+        super().__init__(f"rank {facts['failed_rank']}: {facts['error']}")
+        self.facts = facts
+
+
+class RankOutOfMemoryError(RankError, torch.OutOfMemoryError):
+    """Another rank ran out of memory."""
+
+
+class Watch:
+    """Rank 0's watch over the others, a context around all that they compute together.
+
+    An exception inside of it ends the children, and becomes RankError if another rank was the cause. Lightning's own
+    observer would kill rank 0 too, maybe before it has written its record: it is left without children to observe.
+
+    Args:
+        trainer: of rank 0.
+        run_dir: the run's folder.
+        give_up: called with the facts of another rank's failure if rank 0 does not end by itself; then it is ended.
+    """
+
+    def __init__(self, trainer: pl.Trainer, run_dir: Path, give_up: Callable[[dict], None]):
+        self.launcher, self.run_dir, self.give_up = trainer.strategy.launcher, run_dir, give_up
+        self.children: list[Popen] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self.launcher is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._is_over.set()
+        if self.launcher is not None:
+            self._thread.join()
+        if kind is None:
+            return
+        failure = self._cause(error)
+        self._kill_children()
+        if failure is not None:
+            raise (RankOutOfMemoryError if failure["status"] == "oom" else RankError)(failure) from error
+
+    def failure(self) -> dict | None:
+        """The facts of another rank's failure: what it reported, or how it ended; None if all are well."""
+        reported = reported_failure(self.run_dir)
+        if reported:
+            return reported
+        for number, child in enumerate(self.children, start=1):
+            if child.poll():
+                error = f"rank {number} ended with status {child.returncode} without a word"
+                return {"failed_rank": number, "status": "error", "error": error}
+        return None
+
+    def _cause(self, error: BaseException) -> dict | None:
+        if not isinstance(error, Exception) or is_out_of_memory(error) or self.launcher is None:
+            return None  # a signal to all ranks among them
+        deadline = time.monotonic() + CAUSE_S  # a connection is lost a moment before the process that held it has ended
+        while (failure := self.failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return failure
+
+    def _kill_children(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.wait()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(POLL_S):
+            self._adopt_children()
+            if self.failure() is not None and not self._is_over.wait(GRACE_S):
+                failure = self.failure()
+                print(f"rank {failure['failed_rank']}: {failure['error']}", file=sys.stderr, flush=True)
+                self.give_up(failure)
+                self._kill_children()
+                os._exit(1)
+
+    def _adopt_children(self) -> None:
+        while getattr(self.launcher, "procs", None):
+            self.children.append(self.launcher.procs.pop(0))
+
+
+def follow_rank_zero(trainer: dict) -> None:
+    """Makes the kernel end this process together with the one that started it."""
+    if rank(trainer) > 0:
+        processes.die_with_parent()

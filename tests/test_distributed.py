@@ -1,0 +1,295 @@
+"""Several processes compute what one does, and end together when one of them fails.
+
+On the CPU, over gloo. The runs that succeed share two process groups, of 2 and of 3 ranks.
+"""
+
+import errno
+import functools
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.multiprocessing
+from tiny import BACKENDS, ROOT
+
+from logitless import processes, ranks
+from logitless.callbacks import PeakMemory
+from logitless.checkpoints import ResumeError
+from logitless.data import Corpus, TextData
+from logitless.generation import load_checkpoint
+
+STRATEGIES = ("ddp", "fsdp")
+ONE = ("max_steps=5", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5")
+EACH = [
+    (world, strategy, backend, accumulate)
+    for world, counts in ((2, (1, 2)), (3, (2,)))
+    for strategy in STRATEGIES
+    for backend in BACKENDS
+    for accumulate in counts
+]
+RESUMED = [("ddp", "ddp"), ("fsdp", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp")]  # by which strategy, of which
+
+
+def name(strategy: str, backend: str, accumulate: int) -> str:
+    return f"{strategy}-{backend}-{accumulate}"
+
+
+def options(backend: str, accumulate: int, ignored: int) -> list[str]:
+    """All windows hold another number of tokens, since the commonest one does not count; nothing divides anything."""
+    return [*ONE, f"loss={backend}", f"accumulate={accumulate}", f"ignore_index={ignored}", "val_batches=1000"]
+
+
+def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, list[str]]]) -> None:
+    """Is one rank of all the runs."""
+    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    PeakMemory.summary = lambda self: {"peak_live_tensor_gib": float(rank)}
+    for run, overrides in runs:
+        if run == "full-disk" and rank == 0:
+            os.fsync = no_space
+        with suppress(OSError):
+            tiny.train(tiny.tiny(folder, *overrides), folder / run)
+
+
+def no_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Runs:
+    """What the runs of one process group left, and the same of one process with as many sequences a batch."""
+
+    def __init__(self, world: int, folder: Path):
+        self.world, self.folder = world, folder
+        self.ignored = commonest_token(folder)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(start_rank, (world, port, folder, self.runs()), nprocs=world)
+
+    def runs(self) -> list[tuple[str, list[str]]]:
+        runs = {name(*each): (each[0], options(*each[1:], self.ignored)) for w, *each in EACH if w == self.world}
+        for strategy in STRATEGIES:
+            runs[f"uneven-{strategy}"] = strategy, ["val_batches=4", "max_steps=1"]
+        for strategy, first in RESUMED if self.world == 2 else []:
+            resume = f"resume={self.folder / name(first, 'fused', 2)}"
+            runs[f"{strategy}-from-{first}"] = strategy, [*ONE, "accumulate=2", "max_steps=7", resume]
+        runs["full-disk"] = "ddp", ["max_steps=3", "checkpoint_every=1"]
+        cpu = ["trainer.accelerator=cpu", f"trainer.devices={self.world}"]
+        return [(run, [*overrides, f"trainer={strategy}", *cpu]) for run, (strategy, overrides) in runs.items()]
+
+    @functools.cache  # noqa: B019
+    def alone(self, backend: str, accumulate: int) -> Path:
+        run = self.folder / f"alone-{backend}-{accumulate}"
+        overrides = [*options(backend, accumulate, self.ignored), f"batch_size={2 * self.world}"]
+        tiny.train(tiny.tiny(self.folder, *overrides), run)
+        return run
+
+
+def commonest_token(folder: Path) -> int:
+    stream = tiny.job.prepare(tiny.tiny(folder)).corpus.train
+    return int(np.bincount(stream).argmax())
+
+
+@pytest.fixture(scope="module")
+def runs_of_2(tmp_path_factory):
+    return Runs(2, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def runs_of_3(tmp_path_factory):
+    return Runs(3, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def runs_of(request):
+    return lambda world: request.getfixturevalue(f"runs_of_{world}")
+
+
+def gradients(run: Path) -> dict[int, torch.Tensor]:
+    """The last step's gradients, clipped: AdamW's mean of gradients of which only the last counts."""
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    return {number: values["exp_avg"] for number, values in state.items()}
+
+
+@pytest.mark.parametrize(("world", "strategy", "backend", "accumulate"), EACH)
+def test_loss_and_gradients_are_those_of_one_process(world, strategy, backend, accumulate, runs_of):
+    runs = runs_of(world)
+    together, alone = runs.folder / name(strategy, backend, accumulate), runs.alone(backend, accumulate)
+    for curve in ("train/loss", "grad_norm", "val/loss", "val/accuracy", "lr", "tokens"):
+        expected = tiny.read_curve(alone, curve)
+        assert len(expected) >= 3
+        assert tiny.read_curve(together, curve) == pytest.approx(expected, rel=1e-5), curve
+    expected, found = gradients(alone), gradients(together)
+    assert expected.keys() == found.keys()
+    for number, gradient in expected.items():
+        assert (found[number] - gradient).norm() <= 1e-5 * gradient.norm(), number
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_rank_0_alone_writes_and_the_record_is_of_all_ranks(world, strategy, runs_of):
+    runs = runs_of(world)
+    run = runs.folder / name(strategy, "fused", 2)
+    record = tiny.read_record(run)
+    assert (record["status"], record["world_size"]) == ("ok", runs.world)
+    assert record["tokens"] == tiny.read_record(runs.alone("fused", 2))["tokens"]
+    assert record["peak_live_tensor_gib"] == world - 1, "not the largest"
+    assert {file.name for file in run.iterdir()} == {"record.jsonl", "curves", "checkpoints"}
+    assert {file.name for file in (run / "checkpoints").iterdir()} == {"last.ckpt", "previous.ckpt"}
+    gpt, _ = load_checkpoint(run / "checkpoints" / "last.ckpt", torch.device("cpu"))
+    corpus = tiny.job.prepare(tiny.tiny(runs.folder)).corpus
+    assert record["sample"] == tiny.run.sample(gpt, corpus, {"seed": 1})
+
+
+def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):
+    record = tiny.read_record(runs_of(2).folder / "full-disk")
+    assert (record["status"], record["steps"]) == ("error", 3)
+    assert "could not be written: there is no checkpoint" in record["error"]
+    assert record["val_loss"] > 0
+
+
+def test_a_run_of_another_number_of_ranks_is_not_resumed(runs_of, tmp_path):
+    runs = runs_of(2)
+    config = tiny.tiny(
+        runs.folder, *ONE, "accumulate=2", "max_steps=7", f"resume={runs.folder / name('ddp', 'fused', 2)}"
+    )
+    with pytest.raises(ResumeError, match="of 2 ranks, this one is of 1"):
+        tiny.train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("strategy", "first"), RESUMED)
+def test_a_run_goes_on_under_either_strategy(strategy, first, runs_of):
+    """Against a run of one process that goes on from the checkpoint of one process."""
+    runs = runs_of(2)
+    alone = runs.folder / "alone-resumed"
+    if not alone.exists():
+        overrides = [*ONE, "accumulate=2", "max_steps=7", f"batch_size={2 * runs.world}"]
+        overrides.append(f"resume={runs.alone('fused', 2)}")
+        tiny.train(tiny.tiny(runs.folder, *overrides), alone)
+    resumed = runs.folder / f"{strategy}-from-{first}"
+    for curve in ("train/loss", "grad_norm"):
+        expected = tiny.read_curve(alone, curve)
+        assert expected.keys() == set(range(1, 8))
+        assert tiny.read_curve(resumed, curve) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_validation_that_ranks_do_not_divide_counts_every_batch_once(world, strategy, runs_of):
+    runs = runs_of(world)
+    run = runs.folder / f"uneven-{strategy}"
+    config = tiny.tiny(runs.folder, "val_batches=4", "max_steps=1")
+    gpt, _ = load_checkpoint(run / "checkpoints" / "last.ckpt", torch.device("cpu"))
+    job = tiny.job.prepare(config)
+    stream = torch.from_numpy(job.corpus.validation[: 4 * 2 * 8 + 1].astype(np.int64))
+    with torch.no_grad():
+        logits = gpt.head.logits(gpt(stream[:-1].view(-1, 8))).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, stream[1:]).item()
+    assert tiny.read_record(run)["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_ranks_validate_as_often_and_share_the_rows(world):
+    stream = np.arange(1, 42)  # 10 rows of 4 tokens: 5 batches, or 4
+    for val_batches, n_rows in ((100, 10), (4, 8)):
+        loaders = []
+        for rank in range(world):
+            data = text_data(stream, val_batches)
+            data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
+            loaders.append(list(data.val_dataloader()))
+        assert len({len(loader) for loader in loaders}) == 1
+        labels = torch.cat([batch.labels.flatten() for loader in loaders for batch in loader])
+        assert sorted(labels[labels != -100].tolist()) == list(range(2, 4 * n_rows + 2))
+        assert [sum(batch.window_tokens for batch in loader) for loader in loaders] == [4 * n_rows] * world
+
+
+def text_data(stream: np.ndarray, val_batches: int) -> TextData:
+    corpus = Corpus(SimpleNamespace(to_str=lambda: "{}"), stream, stream)
+    options = {"seq_len": 4, "batch_size": 2, "accumulate": 1, "max_steps": 1, "ignore_index": -100, "seed": 1}
+    return TextData(corpus, vocab=64, val_batches=val_batches, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_part_of_a_weight_is_refused(backend):
+    """As FSDP leaves a weight that is read from outside of its module: flattened away, or a DTensor."""
+    loss = tiny.hydra.utils.instantiate(tiny.compose(f"loss={backend}", "chunk=2").loss)
+    sharded = torch.zeros(8, 16)
+    sharded.device_mesh = None
+    for weight in (torch.zeros(0, 16), sharded):
+        with pytest.raises(ValueError, match="weight not materialised"):
+            loss(torch.zeros(3, 16), weight, torch.zeros(3, dtype=torch.int64))
+
+
+def test_ranks_must_find_each_other(tmp_path, monkeypatch):
+    trainer = tiny.tiny(tmp_path, "trainer=ddp", "trainer.num_nodes=2").trainer
+    with pytest.raises(ValueError, match=r"trainer\.num_nodes=2.*torchrun.*srun"):
+        ranks.check(trainer, ["hydra.run.dir=run"])
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(ValueError, match=r"hydra\.run\.dir=FOLDER"):
+        ranks.check(trainer, [])
+    ranks.check(trainer, ["hydra.run.dir=run"])
+
+
+def run_app(tmp_path: Path, fail: str, *more: str, flags: tuple = ()) -> tuple[subprocess.CompletedProcess, float]:
+    """What a script printed and returned, and the seconds it took; nothing of what it started may be left."""
+    options = tiny.overrides(tmp_path, "trainer.devices=2", "trainer.accelerator=cpu", *more)
+    command = [sys.executable, str(ROOT / "tests" / "rank_app.py"), *flags, *options]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"FAIL": fail},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = process.communicate(timeout=60)
+    seconds = time.monotonic() - started
+    assert processes.group_members(process.pid) == []
+    return subprocess.CompletedProcess(command, process.returncode, out, err), seconds
+
+
+@pytest.mark.parametrize(
+    ("fail", "status", "error"),
+    [
+        ("1,killed,backward", "error", "rank 1 ended with status -9"),
+        ("1,hangs,forward", "oom", "OutOfMemoryError: in a test"),  # rank 1 is out of memory, rank 0 waits without end
+    ],
+)
+def test_all_ranks_end_when_one_fails(fail, status, error, tmp_path):
+    result, seconds = run_app(tmp_path, fail, "trainer=ddp", "hydra.run.dir=run")
+    assert result.returncode == 1
+    assert seconds < 40
+    record = tiny.read_record(tmp_path / "run")
+    assert (record["status"], record["failed_rank"], record["step"]) == (status, 1, 2)
+    assert record["phase"] == fail.split(",")[2]
+    assert error in record["error"]
+
+
+def test_all_ranks_end_with_a_checkpoint_when_one_is_terminated(tmp_path):
+    """As by a scheduler; the others hear of it at the next point of the curves."""
+    result, _ = run_app(tmp_path, "1,terminated,forward", "trainer=fsdp", "hydra.run.dir=run", "log_every=3")
+    assert result.returncode == 143
+    record = tiny.read_record(tmp_path / "run")
+    assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", 3, 3)
+    assert "failed_rank" not in record
+
+
+def test_a_sweep_goes_on_after_a_rank_that_is_out_of_memory(tmp_path):
+    sweep = ("trainer=fsdp", "seed=1,2", "hydra.sweep.dir=sweep")
+    result, _ = run_app(tmp_path, "1,oom,backward", *sweep, flags=("-m",))
+    assert result.returncode == 0, result.stderr
+    for job in "01":
+        record = tiny.read_record(tmp_path / "sweep" / job)
+        outcome = [record[key] for key in ("status", "world_size", "failed_rank", "step", "phase", "steps")]
+        assert outcome == ["oom", 2, 1, 2, "backward", 1]
