@@ -39,6 +39,10 @@ EACH = [
 RESUMED = [("ddp", "ddp"), ("fsdp", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp")]  # by which strategy, of which
 
 
+PYTHON = (sys.executable,)
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
+
+
 def name(strategy: str, backend: str, accumulate: int) -> str:
     return f"{strategy}-{backend}-{accumulate}"
 
@@ -239,10 +243,12 @@ def test_ranks_must_find_each_other(tmp_path, monkeypatch):
     ranks.check(trainer, ["hydra.run.dir=run"])
 
 
-def run_app(tmp_path: Path, fail: str, *more: str, flags: tuple = ()) -> tuple[subprocess.CompletedProcess, float]:
+def run_app(
+    tmp_path: Path, fail: str, *more: str, flags: tuple = (), starter: tuple = PYTHON
+) -> tuple[subprocess.CompletedProcess, float]:
     """What a script printed and returned, and the seconds it took; nothing of what it started may be left."""
     options = tiny.overrides(tmp_path, "trainer.devices=2", "trainer.accelerator=cpu", *more)
-    command = [sys.executable, str(ROOT / "tests" / "rank_app.py"), *flags, *options]
+    command = [*starter, str(ROOT / "tests" / "rank_app.py"), *flags, *options]
     started = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -259,15 +265,20 @@ def run_app(tmp_path: Path, fail: str, *more: str, flags: tuple = ()) -> tuple[s
     return subprocess.CompletedProcess(command, process.returncode, out, err), seconds
 
 
+ENDS = {
+    "1,killed,backward": ("error", "rank 1 ended with status -9"),
+    "1,hangs,forward": ("oom", "OutOfMemoryError: in a test"),  # rank 1 is out of memory, rank 0 waits without end
+}
+
+
 @pytest.mark.parametrize(
-    ("fail", "status", "error"),
-    [
-        ("1,killed,backward", "error", "rank 1 ended with status -9"),
-        ("1,hangs,forward", "oom", "OutOfMemoryError: in a test"),  # rank 1 is out of memory, rank 0 waits without end
-    ],
+    ("fail", "starter"),
+    [("1,killed,backward", PYTHON), ("1,hangs,forward", PYTHON), ("1,hangs,forward", TORCHRUN)],
+    ids=["killed", "oom", "oom-torchrun"],
 )
-def test_all_ranks_end_when_one_fails(fail, status, error, tmp_path):
-    result, seconds = run_app(tmp_path, fail, "trainer=ddp", "hydra.run.dir=run")
+def test_all_ranks_end_when_one_fails(fail, starter, tmp_path):
+    status, error = ENDS[fail]
+    result, seconds = run_app(tmp_path, fail, "trainer=ddp", "hydra.run.dir=run", starter=starter)
     assert result.returncode == 1
     assert seconds < 40
     record = tiny.read_record(tmp_path / "run")

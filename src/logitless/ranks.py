@@ -102,13 +102,14 @@ class RankOutOfMemoryError(RankError, torch.OutOfMemoryError):
 
 
 class Watch:
-    """Rank 0's watch over the others, a context around all that they compute together.
+    """Rank 0's watch over the others, a context around all that they compute together; on other ranks it does nothing.
 
     An exception inside of it ends the children, and becomes RankError if another rank was the cause. Lightning's own
     observer would kill rank 0 too, maybe before it has written its record: it is left without children to observe.
+    Ranks that torchrun or srun started are theirs to end; of these only what they report is seen.
 
     Args:
-        trainer: of rank 0.
+        trainer: of this rank.
         run_dir: the run's folder.
         give_up: called with the facts of another rank's failure if rank 0 does not end by itself; then it is ended.
     """
@@ -116,17 +117,18 @@ class Watch:
     def __init__(self, trainer: pl.Trainer, run_dir: Path, give_up: Callable[[dict], None]):
         self.launcher, self.run_dir, self.give_up = trainer.strategy.launcher, run_dir, give_up
         self.children: list[Popen] = []
+        self._is_needed = trainer.world_size > 1 and trainer.global_rank == 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "Watch":
-        if self.launcher is not None:
+        if self._is_needed:
             self._thread.start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         self._is_over.set()
-        if self.launcher is not None:
+        if self._is_needed:
             self._thread.join()
         if kind is None:
             return
@@ -147,7 +149,7 @@ class Watch:
         return None
 
     def _cause(self, error: BaseException) -> dict | None:
-        if not isinstance(error, Exception) or is_out_of_memory(error) or self.launcher is None:
+        if not isinstance(error, Exception) or is_out_of_memory(error) or not self._is_needed:
             return None  # a signal to all ranks among them
         deadline = time.monotonic() + CAUSE_S  # a connection is lost a moment before the process that held it has ended
         while (failure := self.failure()) is None and time.monotonic() < deadline:
