@@ -7,6 +7,7 @@ from hydra.core.override_parser.types import Override
 
 from logitless import sweep
 from logitless.config import COUNT
+from logitless.records import place
 from logitless.sweep import Overrides
 from logitless.sweeper import FreshProcessSweeper, jobs_of
 
@@ -142,9 +143,9 @@ def frontier_table(searches: list[Search]) -> str:
         longest = str(search.lengths.get("ok", 0 if bad and search.is_done and "error" not in search.lengths else "-"))
         last = sweep.peak(good) if good else "-"
         if "error" in search.lengths:
-            last += f"; at {search.lengths['error']} {sweep.outcome(search.records['error'])}"
+            last += f"; at {search.lengths['error']} {sweep.result(search.records['error'])}"
         elif not search.is_done:
             last += "; not finished"
-        ran_out = (sweep.place(bad).removeprefix(" at ") or "OOM") if bad else "-"
+        ran_out = (place(bad).removeprefix(" at ") or "OOM") if bad else "-"
         rows.append([search.label, longest, str(search.lengths.get("oom", "-")), ran_out, last])
     return sweep.table(rows)

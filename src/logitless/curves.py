@@ -16,12 +16,11 @@ from logitless.figures import (
     labels_of,
     losses,
     provenance_of_runs,
-    status_of,
     thinned,
     thinning_notes,
 )
 from logitless.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
-from logitless.records import lacks
+from logitless.records import lacks, outcome
 
 MOST_PANELS = 4
 WIDTH, HEIGHT = 380, 240  # pixels of a panel
@@ -31,7 +30,7 @@ LETTERS = 60  # of a line above it
 def problem(record: dict) -> str | None:
     """Why a run has no curve to draw, or None."""
     if record.get("status") != "ok":
-        return status_of(record)
+        return outcome(record)
     if missing := lacks(record, FACTS):
         return f"no {', '.join(missing)}"
     try:

@@ -6,11 +6,12 @@ import textwrap
 import altair as alt
 
 from logitless import palette
-from logitless.figures import Drawing, provenance_of_runs, status_of
+from logitless.figures import Drawing, provenance_of_runs
 from logitless.footprint import GIB
 from logitless.lengths import label_of, panels, problem, split, titled
 from logitless.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
 from logitless.prediction import predicted_peaks
+from logitless.records import outcome
 
 WIDTH, HEIGHT, COLUMNS = 380, 280, 2  # pixels of a panel, panels in a row
 ROOM = 1.15  # before the first and behind the last length, as a factor
@@ -24,7 +25,7 @@ def peak_memory(records: list[dict]) -> Drawing:
     def without_peak(record: dict) -> str | None:
         reason = problem(record)
         if reason is None and record["status"] == "ok" and not _is_positive(record.get(_peak_of(record).y)):
-            return f"{status_of(record)}, no peak of a warmed-up step"
+            return f"{outcome(record)}, no peak of a warmed-up step"
         return reason
 
     left_out, records = split(records, without_peak)
@@ -50,7 +51,7 @@ def speed(records: list[dict]) -> Drawing:
     def without_speed(record: dict) -> str | None:
         reason = problem(record)
         if reason is None and record["status"] == "ok" and not _is_positive(record.get(SPEED.y)):
-            return f"{status_of(record)}, no {SPEED.y}"
+            return f"{outcome(record)}, no {SPEED.y}"
         return reason
 
     left_out, records = split(records, without_speed)
@@ -91,7 +92,7 @@ def _height(run: dict, unit: str) -> float | None:
 
 def _point(run: dict, value: float | None) -> dict:
     facts = {"label": label_of(run), "seq_len": run["seq_len"], "value": value, "run": run["run_dir"]}
-    return facts | {"status": status_of(run), "is_oom": run["status"] == "oom"}
+    return facts | {"status": outcome(run), "is_oom": run["status"] == "oom"}
 
 
 def _encodings(runs: list[dict]) -> dict[str, alt.Color | alt.Shape]:

@@ -4,16 +4,16 @@ import math
 from collections.abc import Callable
 
 from logitless import palette, settings
-from logitless.figures import FACTS, status_of
-from logitless.records import lacks
+from logitless.figures import FACTS
+from logitless.records import RESULTS, lacks, outcome
 
 NEEDED = {key: kind for key, kind in FACTS.items() if key != "curves"} | {"seq_len": int}
 
 
 def problem(record: dict) -> str | None:
     """Why a run has no place at a length, or None; one that ran out of memory has one."""
-    if record.get("status") not in ("ok", "oom"):
-        return status_of(record)
+    if record.get("status") not in RESULTS:
+        return outcome(record)
     missing = lacks(record, NEEDED)
     return f"no {', '.join(missing)}" if missing else None
 

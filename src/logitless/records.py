@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "record.jsonl"
 PACKAGES = ("triton", "lightning", "hydra-core", "wandb", "tokenizers")
+# Of training steps from the second on, in GiB: a GPU's, and a CPU's; with "cold_" before it that of the first.
+PEAKS = {"peak_allocated_gib": "Peak allocated", "peak_live_tensor_gib": "Peak of live tensors"}
+RESULTS = ("ok", "oom")  # the statuses of runs that tell what their configuration does
 
 
 def new_record(config: dict, device: "torch.device") -> dict:
@@ -88,6 +91,25 @@ def _records(file: Path) -> list[dict]:
         else:
             run = [record]
     return rows + run
+
+
+def outcome(record: dict) -> str:
+    """How a run ended: `ok after 200 steps`, `OOM at step 2, backward`, `error at step 3, forward: ValueError: ...`."""
+    status = record.get("status", "no status")
+    if status == "started":
+        return "started, not ended (running, or killed)"
+    if status == "ok":
+        return f"ok after {record.get('steps', 0)} steps"
+    if status == "oom":
+        return f"OOM{place(record)}"
+    error = str(record.get("error") or "").strip().partition("\n")[0]
+    return f"{status}{place(record)}{f': {error}' if error else ''}"
+
+
+def place(record: dict) -> str:
+    """` at step 2, backward`, or nothing if training had not begun."""
+    step, phase = record.get("step"), record.get("phase")
+    return f" at step {step}, {phase}" if step is not None and phase else ""
 
 
 def lacks(record: dict, kinds: dict[str, type]) -> list[str]:
