@@ -24,7 +24,7 @@ import _path  # isort: skip  # noqa: F401
 import argparse
 from pathlib import Path
 
-from logitless import calculator, curves, figures, frontier, head_figures, length_figures, page
+from logitless import curves, figures, frontier, head_figures, length_figures, page
 from logitless.records import FILE_NAME, read_records
 
 FIGURES = {
@@ -81,7 +81,7 @@ def save(drawings: dict[str, figures.Drawing], runs: list[dict], folder: Path) -
         for suffix in ("svg", "png") if drawing.chart else ():
             drawing.chart.save(folder / f"{name}.{suffix}", ppi=96)
             print(folder / f"{name}.{suffix}")
-    for name, text in (("index.html", page.page(drawings, runs)), ("calculator.html", calculator.page())):
+    for name, text in (("index.html", page.page(drawings, runs)), ("calculator.html", page.calculator_page())):
         (folder / name).write_text(text, "utf-8")
         print(folder / name)
 
