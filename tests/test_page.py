@@ -50,7 +50,7 @@ def test_the_table_has_what_runs_differ_in_and_says_the_rest_once():
         ),
         ({"status": 3}, "3"),
         ({}, "no status"),
-        ({"status": figures.UNREADABLE}, "no whole line in its record"),
+        ({"status": "unreadable", "error": "no whole line"}, "unreadable: no whole line"),
     ],
 )
 def test_a_run_that_is_not_ok_says_how_it_ended(facts, words):

@@ -18,7 +18,6 @@ from logitless.records import lacks, outcome
 
 FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict}
 BAR = 25  # pixels
-UNREADABLE = "no whole line in its record"  # the status of a run that left one
 ENOUGH_POINTS = 10  # of training loss, for a curve
 TOO_SHORT = f"fewer than {ENOUGH_POINTS} points of training loss"
 MOST_POINTS = 400  # of a curve, on a page of many
