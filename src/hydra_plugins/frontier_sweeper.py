@@ -104,7 +104,7 @@ class FrontierSweeper(FreshProcessSweeper):
         """Runs jobs until the frontier of one combination is known, or a job fails."""
         while not search.is_done and (length := self._next_length(search)):
             job = (*search.overrides, f"{KEY}={length}")
-            progress.start(sweep.next_number(self.folder) + 1, f"{search.label} {KEY}={length}")
+            progress.start(sweep.next_number(self.folder), f"{search.label} {KEY}={length}")
             (record,) = self.launch([job])
             search.add(length, record)
             progress.end(record)

@@ -38,7 +38,7 @@ class GridSweeper(FreshProcessSweeper):
         positions = sweep.varying(jobs)
         progress = sweep.Progress(len(jobs), len(left))
         for job in left:
-            progress.start(jobs.index(job) + 1, " ".join(job[i] for i in positions))
+            progress.start(sweep.next_number(self.folder), " ".join(job[i] for i in positions))
             records[job] = None  # so the table tells of it when it is interrupted
             (records[job],) = self.launch([job])
             progress.end(records[job])

@@ -163,8 +163,9 @@ class Progress:
         self.seconds: list[float] = []
 
     def start(self, number: int, label: str) -> None:
-        """Job `number`, counted from 1, starts."""
-        self.name = f"job {number}{f' of {self.total}' if self.total else ''}: {label}".rstrip(": ")
+        """A job starts in the folder `number`."""
+        place = f" ({self.total - self.left + 1} of {self.total})" if self.total else ""
+        self.name = f"job {number}{place}: {label}".rstrip(": ")
         self.started = time.monotonic()
         print(self.name, flush=True)
 
