@@ -36,9 +36,14 @@ class Drawing(NamedTuple):
 def problem(record: dict) -> str | None:
     """Why the record of a run cannot be drawn, or None."""
     units = [panel.y for panel in PEAK_PANELS if panel.y in record]
-    if record.get("status") != "ok" or not units:
+    return curve_problem(record, FACTS | dict.fromkeys(units, int | float)) if units else outcome(record)
+
+
+def curve_problem(record: dict, needed: dict[str, type]) -> str | None:
+    """Why a run has no training loss to draw, or lacks what is needed beside it, or None."""
+    if record.get("status") != "ok":
         return outcome(record)
-    if missing := lacks(record, FACTS | dict.fromkeys(units, int | float)):
+    if missing := lacks(record, needed):
         return f"no {', '.join(missing)}"
     try:
         return None if losses(record) else f"no training loss in {record['curves']}"

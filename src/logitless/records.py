@@ -136,9 +136,14 @@ def lacks(record: dict, kinds: dict[str, type]) -> list[str]:
     """The keys of `kinds` under which the record has no such value; numbers must be positive and finite."""
 
     def is_right(value: object, kind: type) -> bool:
-        return isinstance(value, kind) and (not isinstance(value, int | float) or 0 < value < math.inf)
+        return isinstance(value, kind) and (not isinstance(value, int | float) or is_positive(value))
 
     return [key for key, kind in kinds.items() if not is_right(record.get(key), kind)]
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a number, positive and finite."""
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def package_version(package: str) -> str | None:
