@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 
@@ -96,9 +96,23 @@ class LiveTensorMeter(TorchDispatchMode):
         self.bytes -= self.live.pop(address)
 
 
-def meter(module: nn.Module, device: torch.device) -> CudaMeter | LiveTensorMeter:
-    """The meter for `device`, for a run that trains `module`."""
-    return CudaMeter(device) if device.type == "cuda" else LiveTensorMeter(module)
+class NoMeter(nullcontext):
+    """Measures nothing."""
+
+    def reset(self) -> None:
+        pass
+
+    def peaks(self) -> dict[str, float]:
+        return {}
+
+
+def meter(
+    module: nn.Module, device: torch.device, *, is_compiled: bool = False
+) -> CudaMeter | LiveTensorMeter | NoMeter:
+    """The meter for `device`, for a run that trains `module`; compiled code on a CPU has none that sees into it."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    return NoMeter() if is_compiled else LiveTensorMeter(module)
 
 
 def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int:
