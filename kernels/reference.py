@@ -106,8 +106,8 @@ def check_weight(weight: Tensor) -> None:
     """Raises ValueError for a rank's part of a weight, as FSDP leaves it outside of its module's forward."""
     if weight.numel() == 0 or hasattr(weight, "device_mesh"):  # flattened away, or a DTensor
         raise ValueError(
-            f"weight not materialised: a part of {list(weight.shape)}, cut over ranks; call the loss inside "
-            "the forward of the module that owns the weight"
+            f"weight not materialised: {list(weight.shape)}, empty or cut over ranks; call the loss inside the forward "
+            "of the module that owns the weight"
         )
 
 

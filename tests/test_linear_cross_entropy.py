@@ -422,7 +422,7 @@ def test_a_sharded_weight_is_refused():
         hidden, weight, _, labels = make_head(9, 97, 32)
         sharded = distribute_tensor(weight, init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
         for reduction in ("mean", "none"):
-            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            with pytest.raises(ValueError, match="weight not materialised"):
                 linear_cross_entropy(hidden.requires_grad_(), sharded, labels, reduction=reduction)
     finally:
         distributed.destroy_process_group()
@@ -476,5 +476,5 @@ def test_the_default_dtype_changes_nothing(schedule):
 
 
 def test_a_width_of_zero_is_refused():
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="empty"):
         linear_cross_entropy(torch.zeros(3, 0), torch.zeros(5, 0), torch.zeros(3, dtype=torch.int64))
