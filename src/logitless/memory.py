@@ -127,13 +127,13 @@ def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int
             step()
         return torch.cuda.max_memory_allocated(device) - before
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _silent_stderr():
+    with silent_stderr():
         profiler.start()
     try:
         for step in steps:
             step()
     finally:
-        with _silent_stderr():
+        with silent_stderr():
             profiler.stop()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
@@ -141,7 +141,7 @@ def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int
 
 
 @contextmanager
-def _silent_stderr() -> Iterator[None]:
+def silent_stderr() -> Iterator[None]:
     """Without the two lines that the profiler writes whenever it starts and stops, past Python's own stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -26,6 +26,7 @@ from logitless.job import Job
 from logitless.loggers import CURVES, Loggers
 from logitless.model import GPT, fastest_attention
 from logitless.module import LanguageModel
+from logitless.profiling import StepProfile
 from logitless.records import FILE_NAME, append_line, new_record
 
 
@@ -153,6 +154,8 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
     curve_file = loggers and loggers.curve_file
     checkpoints = Checkpoints(run_dir, config["checkpoint_every"], files, curve_file, former_curves)
     callbacks = [position, throughput, peaks, *([limit] if limit else []), checkpoints]
+    profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))
+    callbacks += [profile] if config["profile"] else []
     trainer = _trainer(job, loggers, run_dir, callbacks, files)
     record["world_size"] = trainer.world_size
     if loggers is not None:
@@ -162,7 +165,8 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
         counts = {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
         speed = throughput.tokens_per_s()
         mfu = _model_flops_utilization(speed, record["flops_per_token"], device, trainer.world_size)
-        measured = {"tokens_per_s": speed, "mfu": mfu, **peaks.summary(), **module.losses}
+        measured = {"tokens_per_s": speed, "mfu": mfu, "step_ms": profile.milliseconds}
+        measured |= {**peaks.summary(), **module.losses}
         return counts | measured | checkpoints.facts()
 
     def give_up(failure: dict) -> None:
