@@ -19,18 +19,19 @@ class Device:
     half_flops_per_s: float  # bf16 and fp16
     fp32_flops_per_s: float
     multiprocessors: int
+    data_sheet_half_flops_per_s: float | None  # dense bf16 and fp16, which MFU is a share of
 
 
 def _by_data_sheet(name, capability, gib, tb_per_s, half_tflops, fp32_tflops, multiprocessors) -> Device:
     """Other GPUs are taken to reach what the H200 does of its data sheet: 4.25 of 4.8 TB/s, 700 of 989 TFLOP/s."""
     rates = (tb_per_s * 1e12 * 4.25 / 4.8, half_tflops * 1e12 * 700 / 989, fp32_tflops * 1e12 * 0.75)
-    return Device(name, capability, int(gib * 2**30), *rates, multiprocessors)
+    return Device(name, capability, int(gib * 2**30), *rates, multiprocessors, half_tflops * 1e12)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("NVIDIA H200", (9, 0), int(139.8 * 2**30), 4.25e12, 700e12, 50e12, 132),  # measured
+        Device("NVIDIA H200", (9, 0), int(139.8 * 2**30), 4.25e12, 700e12, 50e12, 132, 989e12),  # measured
         _by_data_sheet("NVIDIA B200", (10, 0), 178, 8.0, 2250, 75, 148),
         _by_data_sheet("NVIDIA H100 80GB HBM3", (9, 0), 79, 3.35, 989, 67, 132),
         _by_data_sheet("NVIDIA H100 PCIe", (9, 0), 79, 2.0, 756, 51, 114),
@@ -41,7 +42,7 @@ DEVICES = {
         _by_data_sheet("NVIDIA GeForce RTX 3090", (8, 6), 23.6, 0.94, 71, 35, 82),
         _by_data_sheet("NVIDIA A10G", (8, 6), 22, 0.6, 70, 31, 80),
         _by_data_sheet("NVIDIA L4", (8, 9), 22, 0.3, 121, 30, 58),
-        Device("cpu", None, 16 * 2**30, 2e10, 1e11, 1e11, 1),  # two cores
+        Device("cpu", None, 16 * 2**30, 2e10, 1e11, 1e11, 1, None),  # two cores
     )
 }
 
@@ -60,6 +61,7 @@ def present_device(name: str) -> Device:
         rates,
         capability=None if torch.version.hip else (properties.major, properties.minor),
         memory_bytes=properties.total_memory,
+        data_sheet_half_flops_per_s=known and known.data_sheet_half_flops_per_s,
         multiprocessors=properties.multi_processor_count,
     )
 

@@ -88,11 +88,14 @@ def last_lines(record: dict, run_dir: Path) -> str:
     """The last lines of a run."""
     peaks = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if "peak" in k and "reserved" not in k)
     checkpoint = run_dir / record["checkpoint"] if "checkpoint" in record else "none"
+    mfu = f", {record['mfu']:.1%} of the GPUs' bf16 rate (MFU)" if record["mfu"] else ""
+    parts = ", ".join(f"{part} {ms:.1f}" for part, ms in record["step_ms"].items())
+    step = f"step        {sum(record['step_ms'].values()):.1f} ms: {parts}\n" if parts else ""
     return (
         f"\nloss        train {record['train_loss']:.4f}, validation {record['val_loss']:.4f} nats a token\n"
         f"accuracy    validation {record['val_accuracy']:.1%}\n"
         f"memory      {peaks}\n"
-        f"speed       {record['tokens_per_s'] or float('nan'):,.0f} tokens/s\n"
+        f"speed       {record['tokens_per_s'] or float('nan'):,.0f} tokens/s{mfu}\n{step}"
         f"sample      {record['sample']!r}\n"
         f"record      {run_dir}/record.jsonl\n"
         f"curves      {run_dir / record['curves']}\n"

@@ -87,6 +87,8 @@ TRAIN = {
     "model.head_bias": FLAG,
     "model.dropout": _number("in [0, 1]", lambda value: 0 <= value <= 1),
     "model.checkpoint": FLAG,
+    "compile": FLAG,
+    "profile": FLAG,
     "model.padded_vocab_size": _or_null(
         Rule("a positive multiple of 64", lambda value: type(value) is int and value > 0 and value % 64 == 0)
     ),

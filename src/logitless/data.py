@@ -214,6 +214,7 @@ class TextData(pl.LightningDataModule):
         val_batches: validation batches of all ranks together, fewer if the validation stream is shorter.
         ignore_index: label that does not count.
         seed: of the order of the rows.
+        pin_memory: for copies to a GPU that nothing waits for.
     """
 
     def __init__(
@@ -228,25 +229,27 @@ class TextData(pl.LightningDataModule):
         val_batches: int,
         ignore_index: int,
         seed: int,
+        pin_memory: bool = False,
     ):
         super().__init__()
         self.tokenizer_json = corpus.tokenizer.to_str()
         held_out = corpus.validation[: val_batches * batch_size * seq_len + 1]
         train, self._held_out = (Blocks(s, seq_len, vocab, ignore_index) for s in (corpus.train, held_out))
-        self.batch_size = batch_size
+        self.batch_size, self.pin_memory = batch_size, pin_memory
         n_batches = max_steps * accumulate
         self._train = partial(Batches, train, batch_size, n_batches=n_batches, accumulate=accumulate, seed=seed)
 
     def train_dataloader(self) -> DataLoader:
         batches = self._train(rank=self.trainer.global_rank, world=self.trainer.world_size)
         start = self.trainer.global_step * batches.accumulate  # > 0 in a resumed run
-        return DataLoader(batches, batch_size=None, sampler=_Resumed(range(start, len(batches)), len(batches)))
+        left = _Resumed(range(start, len(batches)), len(batches))
+        return DataLoader(batches, batch_size=None, sampler=left, pin_memory=self.pin_memory)
 
     def val_dataloader(self) -> DataLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
         n_batches = -(-len(self._held_out) // (self.batch_size * world))  # of every rank: all compute together
         batches = Batches(self._held_out, self.batch_size, n_batches=n_batches, rank=rank, world=world)
-        return DataLoader(batches, batch_size=None)
+        return DataLoader(batches, batch_size=None, pin_memory=self.pin_memory)
 
 
 class _Resumed:

@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 
@@ -96,9 +96,23 @@ class LiveTensorMeter(TorchDispatchMode):
         self.bytes -= self.live.pop(address)
 
 
-def meter(module: nn.Module, device: torch.device) -> CudaMeter | LiveTensorMeter:
-    """The meter for `device`, for a run that trains `module`."""
-    return CudaMeter(device) if device.type == "cuda" else LiveTensorMeter(module)
+class NoMeter(nullcontext):
+    """Measures nothing."""
+
+    def reset(self) -> None:
+        pass
+
+    def peaks(self) -> dict[str, float]:
+        return {}
+
+
+def meter(
+    module: nn.Module, device: torch.device, *, is_compiled: bool = False
+) -> CudaMeter | LiveTensorMeter | NoMeter:
+    """The meter for `device`, for a run that trains `module`; compiled code on a CPU has none that sees into it."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    return NoMeter() if is_compiled else LiveTensorMeter(module)
 
 
 def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int:
@@ -113,13 +127,13 @@ def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int
             step()
         return torch.cuda.max_memory_allocated(device) - before
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _silent_stderr():
+    with silent_stderr():
         profiler.start()
     try:
         for step in steps:
             step()
     finally:
-        with _silent_stderr():
+        with silent_stderr():
             profiler.stop()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
@@ -127,7 +141,7 @@ def peak_bytes(device: torch.device, steps: Sequence[Callable[[], None]]) -> int
 
 
 @contextmanager
-def _silent_stderr() -> Iterator[None]:
+def silent_stderr() -> Iterator[None]:
     """Without the two lines that the profiler writes whenever it starts and stops, past Python's own stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

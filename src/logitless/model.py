@@ -6,11 +6,13 @@ own forward, so that whatever wraps modules (autocast, hooks, sharding, compilat
 RMSNorm: Zhang and Sennrich 2019. Rotary positions: Su et al. 2021. SwiGLU: Shazeer 2020. Init: GPT-2, 2019.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from kernels.reference import LossSums
@@ -187,13 +189,38 @@ class GPT(nn.Module):
             cache.length += tokens.shape[1]
         return self.norm(x)
 
+    def compile_blocks(self) -> None:
+        """Compiles the blocks, which share one graph a sequence length: whole models take as many times longer.
+
+        Not their hooks (of sharding), and not the head, whose loss is one operator to a compiler.
+        """
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
+
     def n_parameters(self) -> int:
         """Parameters, a tied weight counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations that a token takes in training, those of the model: none is counted twice.
+
+        6 for every entry of a matrix that tokens are multiplied by (2 forward, 4 backward; PaLM, Chowdhery et al. 2022,
+        appendix B), and those of attention, 6 T D a layer: half of PaLM's, since a token sees half of the others.
+        """
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + self.head.weight.numel()
+        return 6 * matrices + 6 * seq_len * self.config.width * self.config.n_layers
+
     def head_share(self) -> float:
         """The lm-head's part of the parameters, in [0, 1]."""
         return sum(parameter.numel() for parameter in self.head.parameters()) / self.n_parameters()
+
+
+def fastest_attention(device: torch.device) -> AbstractContextManager:
+    """A context in which SDPA prefers cuDNN's kernel where that is the fastest: from Hopper on."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return nullcontext()
+    order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    return sdpa_kernel(list(order), set_priority=True)
 
 
 def _rotary_table(start: int, end: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

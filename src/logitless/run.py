@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.fsdp import FSDPModule
 
+from kernels import devices
 from logitless import memory, ranks
 from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
 from logitless.checkpoints import TERMINATED, Checkpoints, WholeFiles
@@ -23,8 +24,9 @@ from logitless.data import Corpus, TextData
 from logitless.generation import complete
 from logitless.job import Job
 from logitless.loggers import CURVES, Loggers
-from logitless.model import GPT
+from logitless.model import GPT, fastest_attention
 from logitless.module import LanguageModel
+from logitless.profiling import StepProfile
 from logitless.records import FILE_NAME, append_line, new_record
 
 
@@ -137,16 +139,23 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
     names = ("log_every", "nonfinite_steps", "seed")
     module = LanguageModel(config["model"], loss, optimizer, **{name: config[name] for name in names})
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
-    data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
+    options = {name: config[name] for name in names} | {"pin_memory": device.type == "cuda"}
+    data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **options)
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
+    record["flops_per_token"] = module.gpt.flops_per_token(config["seq_len"])
+    if config["compile"]:
+        torch.compiler.reset()  # graphs of another run of this process would count against the limit of recompilations
+        module.gpt.compile_blocks()
 
-    meter = memory.meter(module, device)
+    meter = memory.meter(module, device, is_compiled=config["compile"])
     position, peaks, throughput = Position(), PeakMemory(meter), Throughput()
     former_curves = None if resumed is None else Path(config["resume"]) / CURVES
     files = WholeFiles()
     curve_file = loggers and loggers.curve_file
     checkpoints = Checkpoints(run_dir, config["checkpoint_every"], files, curve_file, former_curves)
     callbacks = [position, throughput, peaks, *([limit] if limit else []), checkpoints]
+    profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))
+    callbacks += [profile] if config["profile"] else []
     trainer = _trainer(job, loggers, run_dir, callbacks, files)
     record["world_size"] = trainer.world_size
     if loggers is not None:
@@ -154,14 +163,17 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
 
     def so_far() -> dict:
         counts = {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
-        measured = {"tokens_per_s": throughput.tokens_per_s(), **peaks.summary(), **module.losses}
+        speed = throughput.tokens_per_s()
+        mfu = _model_flops_utilization(speed, record["flops_per_token"], device, trainer.world_size)
+        measured = {"tokens_per_s": speed, "mfu": mfu, "step_ms": profile.milliseconds}
+        measured |= {**peaks.summary(), **module.losses}
         return counts | measured | checkpoints.facts()
 
     def give_up(failure: dict) -> None:
         _close(record | so_far() | failure, loggers, run_dir)
 
     try:
-        with meter, ranks.Watch(trainer, run_dir, give_up):
+        with meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
@@ -177,9 +189,18 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
     gpt = _whole(trainer, module)
     is_finite = math.isfinite(module.losses["val_loss"])
     if loggers is not None:
-        record["sample"] = sample(gpt.to(device), corpus, config) if is_finite else None
+        with torch.compiler.set_stance("force_eager"):  # every length of a text would be compiled
+            record["sample"] = sample(gpt.to(device), corpus, config) if is_finite else None
     if files.error is not None:
         raise OSError(f"the trained model could not be written: {checkpoints.last()}")
+
+
+def _model_flops_utilization(
+    tokens_per_s: float | None, flops_per_token: int, device: torch.device, world_size: int
+) -> float | None:
+    """The model's operations a second as a part of all GPUs' dense bf16 rate, by data sheet; None if unknown."""
+    peak = devices.present_device(str(device)).data_sheet_half_flops_per_s
+    return tokens_per_s and peak and tokens_per_s * flops_per_token / (world_size * peak)
 
 
 def _largest(trainer: pl.Trainer, value: float) -> float:

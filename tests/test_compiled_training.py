@@ -1,0 +1,57 @@
+"""compile=true: the same training, by compiled blocks that share a graph, whatever ran before in the process."""
+
+import functools
+
+import pytest
+import torch
+from tiny import BACKENDS, read_curve, read_record, tiny, train
+from torch._dynamo.utils import counters
+
+OPTIONS = ("model.n_layers=3", "compile=true")
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch):
+    """Traces as ever, but runs the graphs as they are: generating code takes seconds a graph."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "recomputed"])
+def test_a_compiled_run_is_the_eager_one(checkpoint, inductor, tmp_path):
+    """A validation of one sequence among those of two, and generation, compile no graph of their own."""
+    torch.compiler.reset()
+    runs = {}
+    for flag in ("true", "false"):
+        before = graphs()
+        options = (*OPTIONS, f"compile={flag}", f"model.checkpoint={checkpoint}", "max_steps=3", "chunk=5")
+        record = train(tiny(tmp_path, *options), tmp_path / flag)
+        assert record["status"] == "ok"
+        assert (graphs() > before) == (flag == "true")
+        runs[flag] = record
+    for curve in ("train/loss", "grad_norm", "val/loss"):
+        assert read_curve(tmp_path / "true", curve) == pytest.approx(read_curve(tmp_path / "false", curve), rel=1e-5)
+    assert "peak_live_tensor_gib" in runs["false"]
+    assert not [name for name in runs["true"] if "peak" in name], "of code that no meter sees into"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_share_a_graph_for_training_and_one_for_validation(backend, eager_graphs, tmp_path):
+    torch.compiler.reset()
+    before = graphs()
+    train(tiny(tmp_path, *OPTIONS, f"loss={backend}", "model.dropout=0.1"), tmp_path / "run")
+    assert graphs() == before + 2
+    assert read_record(tmp_path / "run")["sample"]
+
+
+def test_the_tenth_length_in_a_process_is_compiled_like_the_first(eager_graphs, tmp_path):
+    """More graphs than the limit of recompilations (8), which ends in an error here, and in eager code elsewhere."""
+    n_graphs = []
+    for length in range(8, 28, 2):
+        before = graphs()
+        train(tiny(tmp_path, *OPTIONS, f"seq_len={length}", "max_steps=1"), tmp_path / str(length))
+        n_graphs.append(graphs() - before)
+    assert n_graphs == [2] * 10

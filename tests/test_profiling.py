@@ -1,0 +1,77 @@
+"""profile=true: the time of a step, by parts of the model that add up to it."""
+
+import pytest
+from tiny import tiny, train
+
+from logitless import profiling
+from logitless.model import GPT, GPTConfig
+from logitless.profiling import ELEMENTWISE, part_of
+
+SHAPE = {"n_layers": 2, "n_heads": 4, "width": 256, "tied": False, "head_bias": False, "dropout": 0.0}
+GELU = GPTConfig(**SHAPE, padded_vocab_size=8192, mlp="gelu")
+SWIGLU = GPTConfig(**SHAPE, padded_vocab_size=8192, mlp="swiglu")
+TOKENS = 96
+
+
+def products(rows: int, columns: int) -> list[list[list[int]]]:
+    """Shapes of the three products of a matrix [rows, columns] in training: of its input, and of both gradients."""
+    return [
+        [[TOKENS, columns], [columns, rows]],
+        [[TOKENS, rows], [rows, columns]],
+        [[rows, TOKENS], [TOKENS, columns]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "columns", "model"),
+    [
+        ("attention's projections", 768, 256, GELU),
+        ("attention's projections", 256, 256, GELU),
+        ("MLP", 1024, 256, GELU),
+        ("MLP", 256, 1024, GELU),
+        ("MLP", 1408, 256, SWIGLU),
+        ("MLP", 256, 704, SWIGLU),
+        ("head, loss", 8192, 256, GELU),
+    ],
+)
+def test_a_product_belongs_to_the_part_that_has_its_matrix(part, rows, columns, model):
+    for shapes in products(rows, columns):
+        assert part_of(["nvjet_tst_128x256", "aten::mm", "## Call CompiledFxGraph ##"], shapes, model) == part
+
+
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        (["triton_poi_fused_gelu_0", "## Call CompiledFxGraph ##"], "MLP"),
+        (["triton_red_fused_add_mul_rms_norm_3", "## Call CompiledFxGraph ##"], ELEMENTWISE),
+        (["cudnn_generated_fort_native_sdpa_sm90", "aten::_cudnn_attention_forward"], "attention"),
+        (["flash_bwd_kernel", "aten::_scaled_dot_product_flash_attention_backward"], "attention"),
+        (["nvjet_tst", "aten::mm", "logitless::linear_cross_entropy"], "head, loss"),
+        (["softmax_warp_forward", "aten::_log_softmax"], "head, loss"),
+        (["multi_tensor_apply_kernel", "aten::_fused_adamw_", "Optimizer.step#AdamW.step"], "optimizer, clipping"),
+        (["Memcpy DtoD", "aten::copy_", "Optimizer.step#AdamW.step"], ELEMENTWISE),
+        (["ncclDevKernel_ReduceScatter_Sum_bf16", "c10d::_reduce_scatter_base_"], "communication"),
+        (["embedding_backward_kernel", "aten::embedding_dense_backward"], "embedding"),
+    ],
+)
+def test_another_kernel_belongs_to_the_part_that_its_names_tell(names, part):
+    assert part_of(names, None, GELU) == part
+
+
+@pytest.mark.parametrize("backend", ["naive", "fused"])
+def test_the_parts_of_a_step_add_up_to_it(backend, tmp_path, monkeypatch):
+    """The steps right before the first validation, whose time is not in it."""
+    seconds = []
+    now = profiling.StepProfile._now
+    monkeypatch.setattr(profiling.StepProfile, "_now", lambda _, module: seconds.append(now(module)) or seconds[-1])
+    options = (f"loss={backend}", "profile=true", "max_steps=9", "val_every=7", "chunk=8", "accumulate=2")
+    spent = train(tiny(tmp_path, *options), tmp_path / "run")["step_ms"]
+    assert sum(spent.values()) == pytest.approx(1e3 * (seconds[1] - seconds[0]) / profiling.N_STEPS)
+    assert spent.keys() == {*profiling.BY_NAME, "attention's projections", ELEMENTWISE, "idle"} - {"communication"}
+    assert all(value > 0 for value in spent.values())
+
+
+def test_a_token_takes_6_operations_an_entry_of_a_matrix_and_half_of_the_attention():
+    gpt = GPT(GELU)
+    entries = 2 * (4 + 8) * 256**2 + 8192 * 256
+    assert gpt.flops_per_token(128) == 6 * entries + 2 * 3 * (2 * 2 * 128 * 256) / 2
