@@ -304,3 +304,37 @@ def test_a_sweep_goes_on_after_a_rank_that_is_out_of_memory(tmp_path):
         record = tiny.read_record(tmp_path / "sweep" / job)
         outcome = [record[key] for key in ("status", "world_size", "failed_rank", "step", "phase", "steps")]
         assert outcome == ["oom", 2, 1, 2, "backward", 1]
+
+
+SRUN = """#!/bin/bash
+shift
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task "$@" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+def test_the_script_for_slurm_trains_on_two_nodes_and_goes_on_when_it_is_requeued(restart, tmp_path):
+    """With a srun that starts both tasks here, and one that only says what it was asked for."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/bash\necho "$@"\n' if restart else SRUN)
+    srun.chmod(0o755)
+    for folder in ("scripts", "conf"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    job = {"JOB_ID": "77", "JOB_NAME": "x", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1", "NTASKS": "2"}
+    job |= {"NODELIST": "localhost", "RESTART_COUNT": str(restart)}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment |= {"PATH": f"{srun.parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    command = ["bash", "scripts/train.sbatch", *tiny.overrides(tmp_path, "trainer=fsdp", "trainer.accelerator=cpu")]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    if restart:
+        assert result.stdout.split()[-2:] == ["hydra.run.dir=runs/77/1", "resume=runs/77/0"]
+    else:
+        record = tiny.read_record(tmp_path / "runs" / "77" / "0")
+        assert (record["status"], record["world_size"], record["steps"]) == ("ok", 2, 4)
