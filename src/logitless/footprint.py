@@ -175,7 +175,7 @@ def phases(step: Step, backend: str) -> dict[str, Parts]:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} must be one of {', '.join(BACKENDS)}")
-    model, (_, size) = step.model, step.sizes
+    model, (compute_size, size) = step.model, step.sizes
     gradients = size * n_parameters(model)
     embedding = size * model.padded_vocab_size * model.width
     head = embedding + size * model.padded_vocab_size * model.head_bias
@@ -183,13 +183,14 @@ def phases(step: Step, backend: str) -> dict[str, Parts]:
     always = 3 * gradients + 16 * step.n_tokens + _workspaces(step.device)  # P and S; tokens and labels
     rotary = 4 * step.seq_len * model.width // model.n_heads
     block, mlp_backward, norm = block_bytes(step), mlp_backward_bytes(step), norm_bytes(step)
-    stream = size * step.n_tokens * model.width
+    stream = compute_size * step.n_tokens * model.width
+    into_embedding = size * step.n_tokens * model.width  # the gradient of what it gave
     first, last = block + rotary, model.n_layers * block + rotary  # kept where the backward of that block begins
     blocks, block_forward = last, 0
     forward, backward = head_bytes(step, backend)
     if model.checkpoint:
         blocks, block_forward = model.n_layers * stream + rotary, block_forward_bytes(step)
-        is_kept_twice = step.is_cpu and size == 2  # a norm there keeps its input in fp32
+        is_kept_twice = step.is_cpu and compute_size == 2  # a norm there keeps its input in fp32
         first += stream if is_kept_twice else 0
         last = first + (model.n_layers - 1) * stream
     # Behind a loss scaler AdamW is not fused: a root and a denominator, one weight after another.
@@ -204,7 +205,7 @@ def phases(step: Step, backend: str) -> dict[str, Parts]:
         "head backward": Parts(always, blocks, head_backward),
         "last block backward": Parts(always + head, last + mlp_backward, 0),
         "first block backward": Parts(always + head + others - size * matrices(model), first + mlp_backward, 0),
-        "embedding backward": Parts(always + others + head, 0, embedding + max(stream, embedding if model.tied else 0)),
+        "embedding backward": Parts(always + others + head, 0, embedding + max(into_embedding, embedding * model.tied)),
         "optimizer": Parts(always + gradients + denominators, 0, 0),
     }
 

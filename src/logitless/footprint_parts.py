@@ -36,7 +36,7 @@ def matrices(model: GPTConfig) -> int:
 
 def norm_bytes(step: Step) -> int:
     """What a norm keeps: its input, and a number a row; on a CPU, in fp32, also what it multiplies with its weight."""
-    return step.n_tokens * (step.model.width * (8 if step.is_cpu else step.sizes[1]) + 4)
+    return step.n_tokens * (step.model.width * (8 if step.is_cpu else step.sizes[0]) + 4)
 
 
 def block_bytes(step: Step) -> int:
@@ -60,23 +60,22 @@ def block_forward_bytes(step: Step) -> int:
 
     In attention, where the keys are rotated in fp32, or in the MLP, where the gated or activated numbers are made.
     """
-    model, (size, weight_size) = step.model, step.sizes
+    model, size = step.model, step.sizes[0]
     rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
-    attention = (weight_size + 4 * size + rotation) * model.width
-    mlp = 2 * weight_size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
+    attention = (5 * size + rotation) * model.width
+    mlp = 2 * size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
     return step.n_tokens * max(attention, mlp)
 
 
 def mlp_backward_bytes(step: Step) -> int:
     """What the MLP's backward makes less what it frees, when it leaves `out` or, if there is one, the gate.
 
-    Gradients of the stream, which autocast copies for `out` only, inside, and of `out.weight`, whose own copy goes.
+    Gradients of the stream, inside, and of `out.weight`, whose own copy goes.
     """
-    model, (size, weight_size) = step.model, step.sizes
+    model, size = step.model, step.sizes[0]
     inner = size * _inner(model)
-    at_out = inner + (weight_size + (size if step.casts else 0)) * model.width
-    at_gate = 2 * inner + weight_size * model.width if model.mlp == "swiglu" else 0
-    return step.n_tokens * max(at_out, at_gate) + model.width * inner
+    n_inside = 2 if model.mlp == "swiglu" else 1
+    return step.n_tokens * (n_inside * inner + size * model.width) + model.width * inner
 
 
 def head_plan(step: Step) -> Plan:
@@ -86,7 +85,7 @@ def head_plan(step: Step) -> Plan:
 
 def _head(step: Step) -> plan.Head:
     compute, weight = step.dtypes
-    dtypes = {"dtype": compute, "weight_dtype": weight, "hidden_dtype": weight}
+    dtypes = {"dtype": compute, "weight_dtype": weight}
     shape, bias = (step.n_tokens, step.model.padded_vocab_size, step.model.width), step.model.head_bias
     return plan.Head(*shape, **dtypes, grads=(True, True, bias), has_bias=bias)
 
@@ -94,8 +93,8 @@ def _head(step: Step) -> plan.Head:
 def head_bytes(step: Step, backend: str) -> tuple[int, int]:
     """Of the head, from its hidden states on, the most that is alive at once in forward and in backward."""
     n, v, d = step.n_tokens, step.model.padded_vocab_size, step.model.width
-    size, weight_size = step.sizes
-    hidden = weight_size * n * d
+    size = step.sizes[0]
+    hidden = size * n * d
     if backend == "fused":
         chosen = head_plan(step)
         forward, on_cpu = chosen.peak_bytes, _cpu_bytes(step, chosen.chunk)
@@ -103,13 +102,12 @@ def head_bytes(step: Step, backend: str) -> tuple[int, int]:
             only_hidden = replace(_head(step), grads=(True, False, False))
             forward = plan.predict(only_hidden, step.device, schedule="vocab", chunk=chosen.chunk).peak_bytes
         return hidden + forward + on_cpu, chosen.peak_bytes + on_cpu
-    kept = size * n * d + (size * v * d if step.casts else 0)
-    forward = kept + (hidden if step.casts else 0)
+    kept = hidden + (size * v * d if step.casts else 0)
     backward = kept + size * (n * v + v * d + n * d)
     if backend == "naive":
-        return forward + 8 * n * v, max(kept + 12 * n * v, backward)
+        return kept + 8 * n * v, max(kept + 12 * n * v, backward)
     rows = _reference_bytes(step, n)
-    return forward + size * n * v + rows, max(backward, kept + size * n * v + rows)
+    return kept + size * n * v + rows, max(backward, kept + size * n * v + rows)
 
 
 def _cpu_bytes(step: Step, chunk: int) -> int:
@@ -118,7 +116,7 @@ def _cpu_bytes(step: Step, chunk: int) -> int:
     rows = _reference_bytes(step, chunk)
     if not step.is_cpu or step.sizes[0] == 4 or (step.sizes[1] == 2 and chunk == step.n_tokens):
         return rows
-    return max(rows, 4 * chunk * v + 4 * d * (v if step.casts else chunk))
+    return max(rows, 4 * chunk * (v + d))
 
 
 def _reference_bytes(step: Step, n_rows: int) -> int:

@@ -75,8 +75,6 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
         width=config["model"]["width"],
         dtype=dtype,
         weight_dtype=weight_dtype,
-        # That of the final norm: under autocast the embedding is fp32, so is bf16 added to it, and so its RMSNorm.
-        hidden_dtype=weight_dtype,
         grads=(True, True, has_bias),
         has_bias=has_bias,
         lacking=plan.lacking(objective.label_smoothing, objective.softcap),

@@ -134,12 +134,20 @@ class MLP(nn.Module):
         return self.out(F.silu(gate) * value)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Statistics in fp32, result in x's dtype, also under autocast, whose own result would be a copy in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Block(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention_norm = RMSNorm(config.width)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp_norm = RMSNorm(config.width)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -154,7 +162,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.width)
+        self.norm = RMSNorm(config.width)
         self.head = Head(config.width, config.padded_vocab_size, bias=config.head_bias)
         self._init_weights()
         if config.tied:
@@ -168,7 +176,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """hidden [B, T, D] of tokens [B, T] int64; with a cache, tokens continue what it holds.
+        """hidden [B, T, D] of tokens [B, T] int64, in the dtype of autocast or of the weights.
+
+        With a cache, tokens continue what it holds.
 
         With `config.checkpoint` autograd keeps a block's input alone, and backward runs the block once more, with the
         same dropout masks.
@@ -179,6 +189,8 @@ class GPT(nn.Module):
         head_dim = self.config.width // self.config.n_heads
         rotary = _rotary_table(start, start + tokens.shape[1], head_dim, tokens.device)
         x = self.embedding(tokens)
+        if torch.is_autocast_enabled(x.device.type):  # so that the stream between the blocks takes half the bytes
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         recomputes = self.config.checkpoint and torch.is_grad_enabled()  # never with a cache: that is for no_grad
         for layer, block in enumerate(self.blocks):
             if recomputes:
