@@ -238,3 +238,36 @@ def test_a_step_of_every_model_has_four_chunks_or_more(file):
     _, settings = model_of(file)
     chunk = OmegaConf.load(file.parents[1] / "train.yaml").chunk
     assert settings["batch_size"] * settings["seq_len"] >= 4 * chunk
+
+
+@pytest.mark.parametrize("backend", LOSSES)
+def test_under_autocast_the_stream_takes_half_the_bytes_and_gradients_come_back_in_fp32(backend):
+    """Against fp32: eps of bf16 is 2**-8, and a gradient is a sum of many rounded numbers."""
+    gpt, tokens, labels = make_gpt(), make_tokens(), make_tokens(3)
+    seen = []
+    for block in gpt.blocks:
+        block.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+    gradients, sums = {}, {}
+    for autocast in (False, True):
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            hidden = gpt(tokens)
+            sums[autocast] = gpt.head(hidden, labels, LOSSES[backend]).loss
+        dtype = torch.bfloat16 if autocast else torch.float32
+        assert [*seen, hidden.dtype] == [dtype] * 5
+        gradients[autocast] = torch.autograd.grad(sums[autocast], list(gpt.parameters()))
+    assert sums[True].item() == pytest.approx(sums[False].item(), rel=0.02)
+    for exact, rounded in zip(gradients[False], gradients[True], strict=True):
+        assert rounded.dtype == torch.float32
+        assert (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+def test_the_norm_is_torchs():
+    x = torch.randn(3, 5, D)
+    norm, torchs = make_gpt().norm, torch.nn.RMSNorm(D)
+    torchs.load_state_dict(norm.state_dict())
+    assert torch.equal(norm(x), torchs(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = norm(x.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), torchs(x), rtol=0.02, atol=0.02)
