@@ -135,7 +135,9 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     names = ("log_every", "nonfinite_steps", "seed")
-    module = LanguageModel(config["model"], loss, optimizer, **{name: config[name] for name in names})
+    options = {name: config[name] for name in names}
+    options["cuts_vocabulary"] = config["trainer"].get("strategy") == "tp_vocab"
+    module = LanguageModel(config["model"], loss, optimizer, **options)
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **{name: config[name] for name in names})
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
