@@ -5,7 +5,8 @@ no_grad the number of right guesses. Sums, not means: the training step divides 
 whole accumulation window over all ranks, so that every mean is weighted by tokens. The options of the objective mean
 the same in every backend.
 
-With `shard` the vocabulary is cut over ranks: weight [V_r, D] and bias [V_r] are this rank's classes, the tokens its own.
+With `shard` the vocabulary is cut over ranks: weight [V_r, D] and bias [V_r] are of this rank's classes, and hidden and
+labels of its own tokens.
 """
 
 from typing import Protocol
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kernels import cross_entropy, linear_cross_entropy, reference, vocab_parallel
 from kernels.reference import LossSums, Objective
-from kernels.vocab_parallel import VocabShard
+from kernels.vocab_shard import VocabShard
 
 PLAIN = Objective()
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from kernels import vocab_parallel
+from kernels import vocab_shard
 from kernels.reference import LossSums
-from kernels.vocab_parallel import VocabShard
+from kernels.vocab_shard import VocabShard
 from logitless.losses import LossBackend
 
 
@@ -217,7 +217,7 @@ class GPT(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.config.tied and self.head.shard is not None:
-            return vocab_parallel.embedding(tokens, self.embedding.weight.to_local(), self.head.shard)
+            return vocab_shard.embedding(tokens, self.embedding.weight.to_local(), self.head.shard)
         return self.embedding(tokens)
 
     def n_parameters(self) -> int:
