@@ -31,7 +31,7 @@ class LanguageModel(pl.LightningModule):
         optimizer_settings: `lr`, `min_lr_ratio`, `warmup_steps`, `weight_decay`, `betas`, `grad_clip` (null: none).
         log_every: optimizer steps from one logged point of the curves to the next.
         nonfinite_steps: so many in a row without a finite loss and gradient norm end the run, at a logged point.
-        cuts_vocabulary: of a run whose parameters are cut over ranks: also the head, which is then never whole.
+        cuts_vocabulary: where parameters are cut over ranks, the head too is, over the vocabulary, and never whole.
         seed: for dropout. Every micro-batch seeds the generator anew, so that a resumed run draws the same masks.
     """
 
