@@ -10,10 +10,17 @@ import torch.distributed as dist
 import torch.multiprocessing
 from conftest import HAS_GPU
 from heads import IGNORE, OBJECTIVES, assert_as_good_as_eager, assert_equal, eager, gold, make_head
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from kernels import row_kernels, vocab_parallel
 from kernels.reference import linear_cross_entropy_sums
 from kernels.vocab_shard import VocabShard, embedding
+from logitless import losses
+from logitless.model import GPT, GPTConfig
 
 WORLD, N, V, D = 3, 7, 34, 5  # 12, 12 and 10 classes
 UPSTREAM = 0.37
@@ -106,6 +113,35 @@ def embedded(shard: VocabShard) -> dict:
     return {"rows": rows.detach(), "dweight": leaf.grad}
 
 
+class Shapes(TorchDispatchMode):
+    """The shapes of all that operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        tensors = (leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor))
+        self.seen |= {tuple(leaf.shape) for leaf in tensors if not isinstance(leaf, DTensor)}
+        return result
+
+
+def shapes_of_a_step(is_tied: bool) -> set[tuple[int, ...]]:
+    """Of forward and backward, where an own micro-batch has N tokens."""
+    shape = {"n_layers": 1, "n_heads": 2, "width": 8, "padded_vocab_size": V, "mlp": "gelu"}
+    gpt = GPT(GPTConfig(**shape, tied=is_tied, head_bias=True, dropout=0.0))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    of_vocabulary = gpt.cut_vocabulary(mesh)
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, ignored_params=of_vocabulary)
+    tokens = torch.arange(N)[None]
+    with Shapes() as shapes:
+        gpt.head(gpt(tokens), tokens, partial(losses.fused, chunk=8)).loss.backward()
+    assert gpt.head.weight.grad.to_local().shape == gpt.head.weight.to_local().shape
+    return shapes.seen
+
+
 def be_rank(rank: int, port: int, folder) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
@@ -121,6 +157,7 @@ def be_rank(rank: int, port: int, folder) -> None:
         found[sums, "errors"] = errors_of_a_rank(shard, sums)
         found[sums, "offset"] = [offset_losses(shard, sums, offset) for offset in (0.0, 2.0**20)]
     found["embedding"] = embedded(shard)
+    found["shapes"] = {is_tied: shapes_of_a_step(is_tied) for is_tied in (True, False)}
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -202,6 +239,17 @@ def test_an_embedding_that_is_cut_is_an_embedding(of_ranks):
     found = joined([rank["embedding"] for rank in of_ranks])
     assert found["rows"].equal(rows)
     torch.testing.assert_close(found["dweight"], leaf.grad / WORLD)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_no_rank_holds_the_head_or_more_logits_than_a_chunk(is_tied, of_ranks):
+    for rank, found in enumerate(of_ranks):
+        shapes, n_own = found["shapes"][is_tied], (12, 12, 10)[rank]
+        assert {(n_own, 8), (6, n_own), (3, n_own)} <= shapes
+        of_all = {shape for shape in shapes if V in shape}
+        assert not of_all if is_tied else of_all == {(V, 8)}  # an embedding of its own is FSDP's
+        rows = [shape[0] for shape in shapes if len(shape) == 2 and shape[1] in (n_own, 16)]
+        assert max(rows) <= 8
 
 
 def test_fewer_classes_than_all_ranks_could_share_are_refused():
