@@ -1,6 +1,7 @@
 """The loss of a vocabulary that is cut over 3 ranks, which share one process group, against one process in fp64."""
 
 import socket
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -144,7 +145,8 @@ def shapes_of_a_step(is_tied: bool) -> set[tuple[int, ...]]:
 
 def be_rank(rank: int, port: int, folder) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    options = {"init_method": f"tcp://127.0.0.1:{port}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, **options)
     shard = VocabShard(dist.group.WORLD, V)
     found = {}
     for case in CASES:
