@@ -94,12 +94,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, all_labels, objective, shard):
-        rows = _row_results(logits, all_labels, objective, shard)
-        ctx.save_for_backward(logits, all_labels, rows.row_max, rows.log_sum)
+        columns, _ = shard.columns(all_labels)
+        of_ranks = _exchange(logits, columns, objective, shard)
+        ctx.save_for_backward(logits, all_labels, *_merge(of_ranks))
         ctx.objective, ctx.shard = objective, shard
-        own = Rows(*(shard.own(vector).clone() for vector in rows))
-        ctx.mark_non_differentiable(*own[1:])
-        return tuple(own)
+        rows = _finish(shard.own(of_ranks, dim=2), shard.own(all_labels), objective, shard)
+        ctx.mark_non_differentiable(*rows[1:])
+        return tuple(rows)
 
     @staticmethod
     def backward(ctx, dlosses, *_):
@@ -142,26 +143,27 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, all_labels, objective, shard, chunk, wanted):
         dtype = compute_dtype(hidden, weight, bias)
         gradients = parts.empty_gradients(hidden, weight, bias, wanted, chunk, dtype)
-        head, rows = head_ops.cast(hidden, weight, bias, dtype), Rows.empty(len(hidden), hidden.device)
-        all_labels = all_labels.view(shard.world, -1)
+        head = head_ops.cast(hidden, weight, bias, dtype)
         n_rows = shard.world * min(chunk, len(hidden))
-        buffer, ones = parts.logits_buffer(head, n_rows, len(weight)), head.hidden.new_ones(n_rows)
+        buffer = parts.logits_buffer(head, n_rows, len(weight))
+        ones, upstream = head.hidden.new_ones(n_rows), hidden.new_ones(n_rows, dtype=torch.float32)
+        columns, _ = shard.columns(all_labels)
+        own = hidden.new_empty(shard.world, len(Rows._fields), len(hidden), dtype=torch.float32)
         for part in parts.slices(len(hidden), chunk):
             of_all = Head(all_gather(head.hidden[part], shard), head.weight, head.bias)
-            # One column of the labels is flat as it is, but not contiguous, as the kernels want them.
-            logits, part_labels = buffer[: len(of_all.hidden)], all_labels[:, part].flatten().contiguous()
+            logits = buffer[: len(of_all.hidden)]
             parts.write_logits(of_all, logits)
-            results = _row_results(logits, part_labels, objective, shard)
-            for own, vector in zip(rows.slice(part), results, strict=True):
-                own.copy_(shard.own(vector))
+            of_ranks = _exchange(logits, _part(columns, part, shard), objective, shard)
+            own[:, :, part] = shard.own(of_ranks, dim=2)
             if any(wanted):
-                upstream = Upstream(results.row_max, results.log_sum, torch.ones_like(results.losses))
-                _dlogits_(logits, part_labels, objective, shard, upstream)
+                vectors = Upstream(*_merge(of_ranks), upstream[: len(logits)])
+                _dlogits_(logits, _part(all_labels, part, shard), objective, shard, vectors)
                 parts.add_dweight(gradients, part, logits, of_all.hidden, ones[: len(logits)])
             if gradients.hidden is not None:
                 products = parts.float_buffer(head, of_all.hidden.numel()).view_as(of_all.hidden)
                 parts.multiply_classes(logits, head.weight, out=products)
                 gradients.hidden[part] = reduce_scatter(products, shard)
+        rows = _finish(own, shard.own(all_labels), objective, shard)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         ctx.world, ctx.is_used = shard.world, False
@@ -200,23 +202,42 @@ def _gather_labels(hidden: Tensor, weight: Tensor, labels: Tensor, objective: Ob
     return all_labels
 
 
-def _row_results(logits: Tensor, labels: Tensor, objective: Objective, shard: VocabShard) -> Rows:
-    """Row results over the whole vocabulary, from the slice's logits [M, V_r] and all labels [M]."""
-    eps, (columns, _) = objective.label_smoothing, shard.columns(labels)
-    rows = Rows.empty(len(labels), labels.device)
-    row_kernels.forward_rows(logits, columns, Objective(-1, eps, 0.0, objective.softcap), rows)
-    # What smoothing adds to a loss over the slice: eps * (lse_r - mean z).
-    smoothing = (rows.losses - (1 - eps) * rows.cross_entropies) * (logits.shape[1] / shard.vocab)
-    known = torch.stack([rows.row_max, rows.log_sum, rows.log_sum - rows.cross_entropies, smoothing])
-    maxima, log_sums, label_logits, smoothings = all_gather(known[None], shard).unbind(dim=1)
+def _part(of_all: Tensor, part: slice, shard: VocabShard) -> Tensor:
+    """Of a vector of all ranks' tokens, the same part of each rank's, in one piece as the kernels want it."""
+    return of_all.view(shard.world, -1)[:, part].flatten().contiguous()
+
+
+def _exchange(logits: Tensor, columns: Tensor, objective: Objective, shard: VocabShard) -> Tensor:
+    """The Rows of all ranks' slices, as one tensor [W, 4, M], from the own slice's logits [M, V_r].
+
+    Their losses are of `columns`, which are a row's label on one rank only, and without z-loss.
+    """
+    known = logits.new_empty(1, len(Rows._fields), len(logits), dtype=torch.float32)
+    options = Objective(-1, objective.label_smoothing, 0.0, objective.softcap)
+    row_kernels.forward_rows(logits, columns, options, Rows(*known[0]))
+    return all_gather(known, shard)
+
+
+def _merge(of_ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """row_max and log_sum [M] over the whole vocabulary."""
+    _, _, maxima, log_sums = of_ranks.unbind(dim=1)
     row_max = maxima.amax(dim=0)
-    shifts = maxima - row_max
-    log_sum = torch.logsumexp(log_sums + shifts, dim=0)
-    cross_entropies = log_sum - (label_logits + shifts).gather(0, shard.owners(labels)[None])[0]
+    return row_max, (log_sums + (maxima - row_max)).exp().sum(dim=0).log()
+
+
+def _finish(of_ranks: Tensor, labels: Tensor, objective: Objective, shard: VocabShard) -> Rows:
+    """Row results over the whole vocabulary, from those of the slices [W, 4, N] and the labels [N]."""
+    eps, (row_max, log_sum) = objective.label_smoothing, _merge(of_ranks)
+    slice_losses, slice_cross_entropies, maxima, log_sums = of_ranks.unbind(dim=1)
+    # Not by what a slice's lse lacks of the row's: a label that is the largest must get log_sum, to the bit.
+    label_logits = (log_sums - slice_cross_entropies) + (maxima - row_max)
+    cross_entropies = log_sum - label_logits.gather(0, shard.owners(labels)[None])[0]
     losses = (1 - eps) * cross_entropies + objective.z_loss * (row_max + log_sum).square()
     if eps:
-        weights = shard.shares(logits.device)
-        losses += smoothings.sum(dim=0) + eps * (weights[:, None] * (log_sum - log_sums - shifts)).sum(dim=0)
+        # A slice's part of eps * (lse - mean z).
+        gaps = (log_sum - log_sums) + (row_max - maxima)
+        parts_of_mean = slice_losses - (1 - eps) * slice_cross_entropies + eps * gaps
+        losses += (shard.shares(labels.device)[:, None] * parts_of_mean).sum(dim=0)
     return _masked(Rows(losses, cross_entropies, row_max, log_sum), labels, objective, shard)
 
 

@@ -68,9 +68,9 @@ class VocabShard:
         # Spread out, because the gradient of an embedding adds up all rows of one place, zeros too.
         return torch.where(is_here, labels - start, labels % n_own), is_here
 
-    def own(self, rows: Tensor) -> Tensor:
-        """[N, ...], the own part of [W * N, ...]."""
-        return rows.chunk(self.world)[self.group.rank()]
+    def own(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """[N, ...], the own part of [W * N, ...]; the rows may be another dimension."""
+        return rows.chunk(self.world, dim)[self.group.rank()]
 
 
 def all_gather(own: Tensor, shard: VocabShard) -> Tensor:

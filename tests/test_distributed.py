@@ -213,6 +213,7 @@ def test_ranks_validate_as_often_and_share_the_rows(world):
             data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
             loaders.append(list(data.val_dataloader()))
         assert len({len(loader) for loader in loaders}) == 1
+        assert len({batch.tokens.shape for loader in loaders for batch in loader}) == 1
         labels = torch.cat([batch.labels.flatten() for loader in loaders for batch in loader])
         assert sorted(labels[labels != -100].tolist()) == list(range(2, 4 * n_rows + 2))
         assert [sum(batch.window_tokens for batch in loader) for loader in loaders] == [4 * n_rows] * world

@@ -105,6 +105,15 @@ def offset_losses(shard: VocabShard, sums: str, offset: float) -> torch.Tensor:
     return SUMS[sums](*tensors, OBJECTIVES["smoothing"], shard, bias=bias).loss
 
 
+def right_guesses(shard: VocabShard, sums: str) -> torch.Tensor:
+    """Of 64 tokens whose labels are the likeliest class; small integers make some other classes as likely."""
+    hidden, weight, _, _ = (t if t is None else t.round() for t in make_head(WORLD * 64, V, D))
+    labels = (hidden @ weight.T).argmax(dim=1)
+    tensors = shard.own(hidden), weight[shard.classes], shard.own(labels)
+    with torch.no_grad():
+        return SUMS[sums](*tensors, OBJECTIVES["all"], shard).correct
+
+
 def embedded(shard: VocabShard) -> dict:
     hidden, weight, _, _ = head_of("plain")
     tokens = torch.arange(WORLD * N).view(WORLD * N, 1) * 5 % V
@@ -158,6 +167,7 @@ def be_rank(rank: int, port: int, folder) -> None:
             found[sums, "autocast"] = sums_of_a_rank(shard, sums, "all")
         found[sums, "errors"] = errors_of_a_rank(shard, sums)
         found[sums, "offset"] = [offset_losses(shard, sums, offset) for offset in (0.0, 2.0**20)]
+        found[sums, "right"] = right_guesses(shard, sums)
     found["embedding"] = embedded(shard)
     found["shapes"] = {is_tied: shapes_of_a_step(is_tied) for is_tied in (True, False)}
     torch.save(found, folder / f"{rank}.pt")
@@ -220,6 +230,11 @@ def test_a_common_offset_cancels(sums, of_ranks):
     for rank in of_ranks:
         without, with_offset = rank[sums, "offset"]
         torch.testing.assert_close(with_offset, without)
+
+
+@pytest.mark.parametrize("sums", SUMS)
+def test_labels_that_no_other_logit_exceeds_are_right(sums, of_ranks):
+    assert [rank[sums, "right"].item() for rank in of_ranks] == [64.0] * WORLD
 
 
 @pytest.mark.parametrize("sums", SUMS)
