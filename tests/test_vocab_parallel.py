@@ -40,6 +40,8 @@ CASES = [
     if engine == "plain" or (sums in ("inplace", "chunk 8") and not HAS_GPU)
 ]
 
+WANTED = [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
+
 
 def head_of(objective: str) -> tuple:
     """hidden, weight, bias, labels of all ranks; a token of each rank is ignored."""
@@ -105,6 +107,15 @@ def offset_losses(shard: VocabShard, sums: str, offset: float) -> torch.Tensor:
     return SUMS[sums](*tensors, OBJECTIVES["smoothing"], shard, bias=bias).loss
 
 
+def gradients_asked_for(shard: VocabShard, sums: str, wanted: tuple[bool, ...]) -> list:
+    leaves, labels = shares_of(shard, "all")
+    for leaf, is_wanted in zip(leaves, wanted, strict=True):
+        leaf.requires_grad_(is_wanted)
+    hidden, weight, bias = leaves
+    (SUMS[sums](hidden, weight, labels, OBJECTIVES["all"], shard, bias=bias).loss * UPSTREAM).backward()
+    return [leaf.grad for leaf in leaves]
+
+
 def right_guesses(shard: VocabShard, sums: str) -> torch.Tensor:
     """Of 64 tokens whose labels are the likeliest class; small integers make some other classes as likely."""
     hidden, weight, _, _ = (t if t is None else t.round() for t in make_head(WORLD * 64, V, D))
@@ -168,6 +179,8 @@ def be_rank(rank: int, port: int, folder) -> None:
         found[sums, "errors"] = errors_of_a_rank(shard, sums)
         found[sums, "offset"] = [offset_losses(shard, sums, offset) for offset in (0.0, 2.0**20)]
         found[sums, "right"] = right_guesses(shard, sums)
+    for wanted in WANTED:
+        found["wanted", wanted] = gradients_asked_for(shard, "chunk 8", wanted)
     found["embedding"] = embedded(shard)
     found["shapes"] = {is_tied: shapes_of_a_step(is_tied) for is_tied in (True, False)}
     torch.save(found, folder / f"{rank}.pt")
@@ -244,7 +257,16 @@ def test_what_is_wrong_is_an_error_on_every_rank(sums, of_ranks):
         assert errors["label"].startswith("IndexError: label 34 is out of range for a vocabulary of 34")
         assert errors["weight"].startswith("ValueError: expected hidden [N, D] and 1"), errors
         assert "no second derivative" in errors["double"]
-        assert errors["second"].startswith("none" if sums == "eager" else "RuntimeError")
+        second = {"eager": "none", "inplace": "RuntimeError: one of the variables needed"}
+        assert errors["second"].startswith(second.get(sums, "RuntimeError: linear_cross_entropy hands its gradients"))
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_gradients_come_exactly_where_they_are_asked_for(wanted, of_ranks):
+    for rank in of_ranks:
+        right = rank["wanted", (True, True, True)]
+        for gradient, value, is_wanted in zip(rank["wanted", wanted], right, wanted, strict=True):
+            assert gradient.equal(value) if is_wanted else gradient is None
 
 
 def test_an_embedding_that_is_cut_is_an_embedding(of_ranks):
