@@ -118,11 +118,11 @@ def gradients_asked_for(shard: VocabShard, sums: str, wanted: tuple[bool, ...]) 
 
 def right_guesses(shard: VocabShard, sums: str) -> torch.Tensor:
     """Of 64 tokens whose labels are the likeliest class; small integers make some other classes as likely."""
-    hidden, weight, _, _ = (t if t is None else t.round() for t in make_head(WORLD * 64, V, D))
+    hidden, weight, _, _ = (t if t is None else t.round() for t in make_head(WORLD * 64, V, D, scale=1.5))
     labels = (hidden @ weight.T).argmax(dim=1)
     tensors = shard.own(hidden), weight[shard.classes], shard.own(labels)
     with torch.no_grad():
-        return SUMS[sums](*tensors, OBJECTIVES["all"], shard).correct
+        return SUMS[sums](*tensors, OBJECTIVES["plain"], shard).correct
 
 
 def embedded(shard: VocabShard) -> dict:
