@@ -138,6 +138,14 @@ def test_a_wrong_value_is_refused_by_name_before_a_model_is_built(override, name
 
 
 @pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("override", ["chunk=auto", "budget_mib=100"])
+def test_a_cut_vocabulary_takes_a_chunk_and_no_budget(override, tmp_path):
+    job.prepare(tiny(tmp_path, override, "trainer=tp_vocab", "loss=inplace"))
+    with pytest.raises(ValueError, match=re.escape(override.split("=")[1]) + ".*trainer=tp_vocab makes no plan"):
+        job.prepare(tiny(tmp_path, override, "trainer=tp_vocab"))
+
+
+@pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.parametrize("budget_mib", [1.0, 3.0, 4.0])
 def test_a_budget_must_suffice_for_training_and_for_validation(budget_mib, tmp_path):
     """384 tokens, 6400 classes: training by slabs of 1792 classes holds 2.7 MiB, validation by 128 tokens 3.1 MiB."""

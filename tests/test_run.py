@@ -446,6 +446,15 @@ def test_a_backend_without_a_plan_says_what_it_does_not_use(name, tmp_path, caps
     assert record["plan"] is None
 
 
+@pytest.mark.parametrize(("loss", "rows"), [("inplace", 48), ("fused", 9)])
+def test_a_run_of_a_cut_vocabulary_says_what_a_rank_holds(loss, rows, tmp_path):
+    made = prepare(tiny(tmp_path, "trainer=tp_vocab", "trainer.accelerator=cpu", f"loss={loss}", "chunk=10"))
+    record = {"n_parameters": 1, "head_share": 0.5, "backend": loss, "chunk": made.loss.keywords.get("chunk")}
+    record |= {"device": "cpu", "precision": "32-true", "world_size": 3}
+    lines = run.first_lines(made, record, tmp_path)
+    assert f"{loss}: {rows} x 107 of all ranks' 48 x 320 logits at once on a rank\n" in lines
+
+
 def test_a_run_killed_in_its_last_validation_validates_when_resumed(tmp_path, monkeypatch):
     options = ("max_steps=4", "val_every=4", "checkpoint_every=4")
     with monkeypatch.context() as patch:

@@ -137,7 +137,9 @@ def _fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict) -> None
     names = ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip")
     optimizer = {name: config[name] for name in names}
     names = ("log_every", "nonfinite_steps", "seed")
-    module = LanguageModel(config["model"], loss, optimizer, **{name: config[name] for name in names})
+    options = {name: config[name] for name in names}
+    cuts_vocabulary = ranks.cuts_vocabulary(config["trainer"])
+    module = LanguageModel(config["model"], loss, optimizer, **options, cuts_vocabulary=cuts_vocabulary)
     names = ("seq_len", "batch_size", "accumulate", "max_steps", "val_batches", "ignore_index", "seed")
     options = {name: config[name] for name in names} | {"pin_memory": device.type == "cuda"}
     data = TextData(corpus, vocab=config["model"]["padded_vocab_size"], **options)
@@ -254,8 +256,12 @@ def first_lines(job: Job, record: dict, run_dir: Path) -> str:
     """What the run will do, in a few lines."""
     config = job.config
     tokens, vocab = config["batch_size"] * config["seq_len"], config["model"]["padded_vocab_size"]
-    of_ranks = f" on each of {record['world_size']} ranks" if record["world_size"] > 1 else ""
+    world = record["world_size"]
+    of_ranks = f" on each of {world} ranks" if world > 1 else ""
     logits = job.plan or f"all {tokens} x {vocab} logits at once; it uses neither chunk nor budget_mib"
+    if ranks.cuts_vocabulary(config["trainer"]):
+        rows = min(max((record["chunk"] or world * tokens) // world, 1), tokens) * world
+        logits = f"{rows} x {-(-vocab // world)} of all ranks' {world * tokens} x {vocab} logits at once on a rank"
     return (
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
         f"[V={vocab}, D={config['model']['width']}]\n"
