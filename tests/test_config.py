@@ -9,7 +9,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from tiny import BACKENDS, ROOT, compose, overrides, tiny
 
-from logitless import job, run
+from logitless import fit, job
 from logitless.config import check_train_config
 
 GROUPS = {
@@ -70,7 +70,7 @@ def nothing_is_built(monkeypatch):
     def built(*args, **kwargs):
         raise AssertionError("a model was built before the value was refused")
 
-    monkeypatch.setattr(run, "LanguageModel", built)
+    monkeypatch.setattr(fit, "LanguageModel", built)
     monkeypatch.setattr("logitless.model.GPT.__init__", built)
 
 

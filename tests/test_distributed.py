@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing
 from tiny import BACKENDS, ROOT
 
-from logitless import processes, ranks
+from logitless import fit, processes, ranks
 from logitless.callbacks import PeakMemory
 from logitless.checkpoints import ResumeError
 from logitless.data import Corpus, TextData
@@ -153,7 +153,7 @@ def test_rank_0_alone_writes_and_the_record_is_of_all_ranks(world, strategy, run
     assert {file.name for file in (run / "checkpoints").iterdir()} == {"last.ckpt", "previous.ckpt"}
     gpt, _ = load_checkpoint(run / "checkpoints" / "last.ckpt", torch.device("cpu"))
     corpus = tiny.job.prepare(tiny.tiny(runs.folder)).corpus
-    assert record["sample"] == tiny.run.sample(gpt, corpus, {"seed": 2})
+    assert record["sample"] == fit.sample(gpt, corpus, {"seed": 2})
 
 
 def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):
