@@ -21,12 +21,14 @@ import tiny
 import torch
 import torch.multiprocessing
 from tiny import BACKENDS, ROOT
+from torch.distributed.tensor import DTensor
 
 from logitless import fit, processes, ranks
 from logitless.callbacks import PeakMemory
 from logitless.checkpoints import ResumeError
 from logitless.data import Corpus, TextData
 from logitless.generation import load_checkpoint
+from logitless.model import Head
 
 STRATEGIES = ("ddp", "fsdp", "tp_vocab")
 ONE = ("max_steps=5", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5", "seed=2")
@@ -59,11 +61,21 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     PeakMemory.summary = lambda self: {"peak_live_tensor_gib": float(rank)}
+    forward, classes = Head.forward, set()
+
+    def counting(head, *arguments):
+        weight = head.weight
+        classes.add(len(weight.to_local() if isinstance(weight, DTensor) else weight))
+        return forward(head, *arguments)
+
+    Head.forward = counting
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
         with suppress(OSError):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
+        (folder / f"classes-{run}-{rank}").write_text(" ".join(map(str, classes)))
+        classes.clear()
 
 
 def no_space(descriptor: int) -> None:
@@ -154,6 +166,15 @@ def test_rank_0_alone_writes_and_the_record_is_of_all_ranks(world, strategy, run
     gpt, _ = load_checkpoint(run / "checkpoints" / "last.ckpt", torch.device("cpu"))
     corpus = tiny.job.prepare(tiny.tiny(runs.folder)).corpus
     assert record["sample"] == fit.sample(gpt, corpus, {"seed": 2})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_cut_vocabulary_is_never_whole(world, strategy, runs_of):
+    """All heads that a rank had weights of, in training and validation."""
+    files = [runs_of(world).folder / f"classes-{name(strategy, 'fused', 2)}-{rank}" for rank in range(world)]
+    cut = {2: ["160", "160"], 3: ["107", "107", "106"]}[world]
+    assert [file.read_text() for file in files] == (cut if strategy == "tp_vocab" else ["320"] * world)
 
 
 def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):
