@@ -9,7 +9,8 @@ from tiny import ROOT
 
 from kernels.devices import DEVICES
 from logitless import curves, figures, frontier, head_figures, length_figures, lengths, palette, settings
-from logitless.footprint import Step, peak_bytes
+from logitless.footprint import peak_bytes
+from logitless.footprint_parts import Step
 from logitless.panels import PANELS
 from logitless.records import read_records
 

@@ -1,4 +1,4 @@
-"""What a block and the head hold in a training step, in bytes, which `footprint` adds up. Pure Python.
+"""A training step, and what a block and the head hold in it, in bytes, which `footprint` adds up. Pure Python.
 
 The head, c bytes to a number of the logits (2 in bf16-mixed, 4 in 32-true):
 
@@ -11,17 +11,79 @@ Attention is flash or cuDNN's, memory-efficient for fp32 on a GPU, and that of t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kernels import plan
+from kernels.devices import Device
 from kernels.plan import Plan
 
 if TYPE_CHECKING:
-    from logitless.footprint import Step
     from logitless.model import GPTConfig  # which imports torch
 
+DTYPES = {  # to compute in, and of the weights, which is also that of the stream between the blocks
+    "32-true": ("fp32", "fp32"),
+    "bf16-mixed": ("bf16", "fp32"),
+    "16-mixed": ("fp16", "fp32"),
+    "bf16-true": ("bf16", "bf16"),
+}
 BLOCK_ROWS = 64  # of kernels.reference
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of `model` on `batch_size` sequences of `seq_len` tokens.
+
+    Args:
+        model: dropout must be 0.
+        precision: a key of DTYPES.
+        chunk: rows of logits alive at once in `fused`; "auto" to let kernels.plan choose.
+        budget_mib: the largest transient of `fused`, or None, as in kernels.plan.
+        memory_limit_gib: what the allocator's segments may take of a GPU, or all but P of a CPU; None for no limit.
+    """
+
+    model: GPTConfig
+    device: Device
+    seq_len: int
+    batch_size: int
+    precision: str
+    chunk: int | str = "auto"
+    budget_mib: float | None = None
+    memory_limit_gib: float | None = None
+
+    def __post_init__(self):
+        if self.model.dropout:
+            raise ValueError(f"model.dropout={self.model.dropout}: its masks are not counted here, it must be 0")
+        if self.precision not in DTYPES:
+            raise ValueError(f"precision={self.precision} must be one of {', '.join(DTYPES)}")
+        if min(self.seq_len, self.batch_size) < 1:
+            raise ValueError(f"seq_len={self.seq_len} and batch_size={self.batch_size} must be >= 1")
+        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+            raise ValueError(f"memory_limit_gib={self.memory_limit_gib} must be > 0")
+
+    @property
+    def n_tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.name == "cpu"
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """To compute in, and of weights and stream."""
+        return DTYPES[self.precision]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a number of each of `dtypes`."""
+        compute, weight = self.dtypes
+        return plan.BYTES[compute], plan.BYTES[weight]
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast copies the weights."""
+        return self.sizes[0] != self.sizes[1]
 
 
 def _inner(model: GPTConfig) -> int:
