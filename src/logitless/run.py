@@ -70,7 +70,6 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str
 
 def _follow(job: Job, run_dir: Path) -> dict:
     """The part of a rank that is not the first: it computes, and writes nothing unless it fails."""
-    ranks.follow_rank_zero(job.config["trainer"])
     record = {}
     try:
         fit(job, None, run_dir, record, partial(_close, loggers=None, run_dir=run_dir))
