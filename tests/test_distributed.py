@@ -371,6 +371,16 @@ def test_all_ranks_end_with_a_checkpoint_when_one_is_terminated(tmp_path):
     assert "failed_rank" not in record
 
 
+def test_without_checkpoints_sigterm_to_any_rank_ends_all_at_once(tmp_path):
+    options = ("trainer=ddp", "hydra.run.dir=run", "checkpoint_every=null")
+    result, seconds = run_app(tmp_path, "1,terminated,forward", *options)
+    assert result.returncode == 143
+    assert seconds < 40
+    record = tiny.read_record(tmp_path / "run")
+    assert (record["status"], record["steps"]) == ("stopped", 1)
+    assert record["error"].endswith("SIGTERM to rank 1")
+
+
 def test_a_sweep_goes_on_after_a_rank_that_is_out_of_memory(tmp_path):
     sweep = ("trainer=fsdp", "seed=1,2", "hydra.sweep.dir=sweep")
     result, _ = run_app(tmp_path, "1,oom,backward", *sweep, flags=("-m",))

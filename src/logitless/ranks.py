@@ -144,7 +144,7 @@ class Watch:
         if failure is None:
             return
         if failure["status"] == "stopped":
-            raise Stopped(failure["error"]) from error
+            raise Stopped(f"SIGTERM to rank {failure['failed_rank']}") from error
         raise (RankOutOfMemoryError if failure["status"] == "oom" else RankError)(failure) from error
 
     def failure(self) -> dict | None:

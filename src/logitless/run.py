@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from logitless import memory, ranks
-from logitless.checkpoints import TERMINATED
+from logitless.checkpoints import TERMINATED, Stopped
 from logitless.fit import fit
 from logitless.job import Job
 from logitless.loggers import CURVES, Loggers
@@ -100,7 +100,7 @@ def _close(record: dict, loggers: Loggers | None, run_dir: Path) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and error.__context__ is not None:
+    if isinstance(error, SystemExit) and not isinstance(error, Stopped) and error.__context__ is not None:
         error = error.__context__  # Lightning turns an interrupt into an exit
     return "".join(traceback.format_exception_only(error)).strip()
 
