@@ -86,14 +86,14 @@ class Step:
         return self.sizes[0] != self.sizes[1]
 
 
-def _inner(model: GPTConfig) -> int:
+def inner_width(model: GPTConfig) -> int:
     """Width inside the MLP."""
     return -(-8 * model.width // 192) * 64 if model.mlp == "swiglu" else 4 * model.width
 
 
 def matrices(model: GPTConfig) -> int:
     """Numbers in the matrices of a block."""
-    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * _inner(model)
+    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * inner_width(model)
 
 
 def norm_bytes(step: Step) -> int:
@@ -112,7 +112,7 @@ def block_bytes(step: Step) -> int:
     model, (size, _) = step.model, step.sizes
     is_copied = step.is_cpu or size < 4
     attention = size * (7 + is_copied) * model.width + 4 * model.n_heads
-    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * _inner(model))
+    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * inner_width(model))
     casts = size * matrices(model) if step.casts else 0
     return 2 * norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
 
@@ -125,7 +125,7 @@ def block_forward_bytes(step: Step) -> int:
     model, size = step.model, step.sizes[0]
     rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
     attention = (5 * size + rotation) * model.width
-    mlp = 2 * size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
+    mlp = 2 * size * model.width + size * (4 if model.mlp == "swiglu" else 2) * inner_width(model)
     return step.n_tokens * max(attention, mlp)
 
 
@@ -135,7 +135,7 @@ def mlp_backward_bytes(step: Step) -> int:
     Gradients of the stream, inside, and of `out.weight`, whose own copy goes.
     """
     model, size = step.model, step.sizes[0]
-    inner = size * _inner(model)
+    inner = size * inner_width(model)
     n_inside = 2 if model.mlp == "swiglu" else 1
     return step.n_tokens * (n_inside * inner + size * model.width) + model.width * inner
 
