@@ -32,13 +32,14 @@ def main(config: DictConfig) -> None:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from logitless import ranks
-    from logitless.checkpoints import TERMINATED, ResumeError, Stopped
+    from logitless.checkpoints import ResumeError, Stopped
     from logitless.job import prepare
     from logitless.memory import is_out_of_memory
     from logitless.module import DivergedError
     from logitless.run import train
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # an exception: the record and W&B get closed
+    for number in processes.STOPS:  # an exception: the record and W&B get closed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     overrides, sweep_dir = identity(HydraConfig.get())
     rank = ranks.rank(config.trainer)
@@ -56,7 +57,7 @@ def main(config: DictConfig) -> None:
         if rank == 0:
             print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
-            sys.exit(TERMINATED)
+            sys.exit(128 + signal.SIGTERM)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
     except (DivergedError, ResumeError, ranks.RankError, OSError) as error:  # no bug, and a traceback tells no more
         sys.exit(f"error: {error}" if rank == 0 else 1)
@@ -92,6 +93,7 @@ def started(config: DictConfig, run_dir: Path, *, is_first: bool) -> DictConfig:
 def last_lines(record: dict, run_dir: Path) -> str:
     """The last lines of a run."""
     peaks = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if "peak" in k and "reserved" not in k)
+    speed = f"{record['tokens_per_s']:,.0f} tokens/s" if record["tokens_per_s"] else "not measured"
     checkpoint = run_dir / record["checkpoint"] if "checkpoint" in record else "none"
     mfu = f", {record['mfu']:.1%} of the GPUs' bf16 rate (MFU)" if record["mfu"] else ""
     parts = ", ".join(f"{part} {ms:.1f}" for part, ms in record["step_ms"].items())
@@ -99,8 +101,8 @@ def last_lines(record: dict, run_dir: Path) -> str:
     return (
         f"\nloss        train {record['train_loss']:.4f}, validation {record['val_loss']:.4f} nats a token\n"
         f"accuracy    validation {record['val_accuracy']:.1%}\n"
-        f"memory      {peaks}\n"
-        f"speed       {record['tokens_per_s'] or float('nan'):,.0f} tokens/s{mfu}\n{step}"
+        f"memory      {peaks or 'not measured'}\n"
+        f"speed       {speed}{mfu}\n{step}"
         f"sample      {record['sample']!r}\n"
         f"record      {run_dir}/record.jsonl\n"
         f"curves      {run_dir / record['curves']}\n"

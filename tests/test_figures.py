@@ -147,13 +147,13 @@ def test_what_is_not_whole_is_left_out_with_its_reason():
     ]
     records += [run("naive", 64, run_dir="late"), run("naive", 64, run_dir="early", time="2026-01-01")]
     assert length_figures.peak_memory(records).left_out == {
-        "short": "ok after 1 steps, no peak of a warmed-up step",
+        "short": "no peak of a step after the first (ok after 1 steps)",
         "killed": "started, not ended (running, or killed)",
         "error": "error",
         "text": "no seq_len",
         "bare": "no backend, command, device, versions, seq_len",
         "none": "no status",
-        "early": "late is a later run of the same",
+        "early": "run again later with the same settings and length",
     }
 
 
@@ -183,7 +183,7 @@ def test_speed_is_that_of_whole_runs_and_an_oom_a_cross_at_zero():
     (panel,) = panels_of(drawing.chart)
     assert [point["value"] for point in values_of(panel, "line")[0]] == [10.0, 9.0]
     assert [(point["seq_len"], point["value"]) for point in values_of(panel, "point")[1]] == [(32, 0.0)]
-    assert drawing.left_out == {"few": "ok after 3 steps, no tokens_per_s"}
+    assert drawing.left_out == {"few": "no tokens_per_s (ok after 3 steps)"}
 
 
 @pytest.mark.parametrize(

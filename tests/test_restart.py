@@ -20,6 +20,7 @@ from logitless.checkpoints import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, Stopped,
 from logitless.config import check_resumed_config
 from logitless.loggers import CurveFile, read_rows
 from logitless.module import DivergedError, LanguageModel, warmup_cosine
+from logitless.processes import STOPS
 
 OPTIONS = ("model.dropout=0.3", "accumulate=2", "max_steps=8", "checkpoint_every=2", "val_every=4", "lr=1e-2")
 TIMED = ("tokens_per_s", "memory/peak_live_tensor_gib")  # two runs never have the same
@@ -151,39 +152,76 @@ def at(monkeypatch):
     return patch
 
 
+@pytest.fixture
+def no_handler():
+    """Handlers that fail: who gets a signal must wait for the step with ones of his own, and give these back."""
+
+    def fail(*_):
+        pytest.fail("nobody waits for the step")
+
+    former = {number: signal.signal(number, fail) for number in STOPS}
+    yield
+    handlers = {signal.signal(number, handler) for number, handler in former.items()}
+    assert handlers == {fail}
+
+
+@pytest.mark.usefixtures("no_handler")
 @pytest.mark.parametrize(
-    ("method", "sent", "stopped"),
-    [("training_step", 2, 3), ("training_step", 3, 4), ("validation_step", 4, 5), ("validation_step", 8, 8)],
+    ("number", "method", "sent", "stopped"),
+    [
+        (signal.SIGTERM, "training_step", 2, 3),
+        (signal.SIGINT, "training_step", 3, 4),
+        (signal.SIGTERM, "validation_step", 4, 5),
+        (signal.SIGINT, "validation_step", 8, 8),
+    ],
 )
-def test_sigterm_ends_a_run_with_a_checkpoint_after_the_step_and_it_is_continued(
-    method, sent, stopped, folder, whole, tmp_path, at, monkeypatch
+def test_a_signal_ends_a_run_with_a_checkpoint_after_the_step_and_it_is_continued(
+    number, method, sent, stopped, folder, whole, tmp_path, at, monkeypatch, capsys
 ):
-    options = (*OPTIONS, "checkpoint_every=100")
-    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody waits for the step"))
-    try:
-        at(sent, lambda: os.kill(os.getpid(), signal.SIGTERM), method)
-        with pytest.raises(Stopped) as end:
-            train(tiny(folder, *options), tmp_path / "stopped")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    at(sent, lambda: os.kill(os.getpid(), number), method)
+    with pytest.raises(Stopped) as end:
+        train(tiny(folder, *OPTIONS, "checkpoint_every=100"), tmp_path / "stopped")
     monkeypatch.undo()
-    assert end.value.code == 143
+    assert end.value.code == 128 + number
     record = read_record(tmp_path / "stopped")
     assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", stopped, stopped)
-    assert f"SIGTERM after step {stopped}" in record["error"]
+    assert f"{number.name} after step {stopped}" in record["error"]
+    capsys.readouterr()
     train(tiny(folder, *OPTIONS, f"resume={tmp_path / 'stopped'}"), tmp_path / "resumed")
+    assert stopped == 8 or "| 16/16 " in capsys.readouterr().out, "the progress bar's micro-batches"
     assert_same_run(tmp_path / "resumed", whole)
 
 
+@pytest.mark.usefixtures("no_handler")
+def test_a_second_ctrl_c_ends_a_run_at_once(folder, tmp_path, at, capfd):
+    def interrupt_twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at(3, interrupt_twice)
+    with pytest.raises(SystemExit) as end:
+        train(tiny(folder, *OPTIONS), tmp_path / "run")
+    assert end.value.code == 130
+    record = read_record(tmp_path / "run")
+    assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", 3, 2)
+    assert "once more ends it at once" in capfd.readouterr().err
+
+
+def test_a_resumed_run_says_where_it_starts_and_that_no_step_is_left(folder, whole, tmp_path, capsys):
+    words = overrides(folder, *OPTIONS, f"resume={whole}")
+    for max_steps, says in ((10, ""), (8, ", none is left")):
+        record = train(compose(*words, f"max_steps={max_steps}"), tmp_path / str(max_steps))
+        assert (record["first_step"], record["steps"]) == (8, max_steps)
+        steps = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("steps"))
+        assert steps.endswith(f", the first 8 by {whole / LAST_CHECKPOINT}{says}")
+
+
+@pytest.mark.usefixtures("no_handler")
 def test_sigterm_after_the_last_step_ends_the_run_with_its_checkpoint(folder, tmp_path, at):
     """In a validation that no step asked for, which comes after Lightning has given its signal handlers back."""
-    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody waits for the validation"))
-    try:
-        at(5, lambda: os.kill(os.getpid(), signal.SIGTERM), "validation_step")
-        with pytest.raises(Stopped):
-            train(tiny(folder, *OPTIONS, "max_steps=5", "checkpoint_every=100"), tmp_path / "run")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    at(5, lambda: os.kill(os.getpid(), signal.SIGTERM), "validation_step")
+    with pytest.raises(Stopped):
+        train(tiny(folder, *OPTIONS, "max_steps=5", "checkpoint_every=100"), tmp_path / "run")
     record = read_record(tmp_path / "run")
     assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", 5, 5)
     assert record["val_loss"] == read_curve(tmp_path / "run", "val/loss")[5]

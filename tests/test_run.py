@@ -439,7 +439,7 @@ def test_mixed_fp16_computes_in_fp16_from_hidden_states_and_weights_in_fp32(tmp_
     assert plans_made == foreseen
 
 
-@pytest.mark.parametrize("name", set(BACKENDS) - {"fused"})
+@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"fused"}))
 def test_a_backend_without_a_plan_says_what_it_does_not_use(name, tmp_path, capsys):
     record = train(tiny(tmp_path, f"loss={name}", "budget_mib=1e-3", "max_steps=1"), tmp_path / "run")
     assert f"{name}: all 16 x 320 logits at once; it uses neither chunk nor budget_mib\n" in capsys.readouterr().out

@@ -319,6 +319,17 @@ def test_report_names_a_record_that_cannot_be_read_and_draws_the_rest(tmp_path, 
     assert ">naive<" in (tmp_path / "report" / "backends.svg").read_text()
 
 
+def test_report_draws_a_record_with_what_is_no_text(tmp_path):
+    """As from a folder whose name is not UTF-8."""
+    for name in ("naive", "fused"):
+        write_run(tmp_path / "runs" / name, name)
+        file = tmp_path / "runs" / name / "record.jsonl"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"command": "data.path=caf\udce9"}) + "\n")
+    result = script(tmp_path, "report", "runs", "--out", "report")
+    assert result.returncode == 0, result.stderr
+    assert "2 runs: 2 ok." in (tmp_path / "report" / "index.html").read_text()
+
+
 def test_report_names_a_file_that_it_was_given_and_cannot_read(tmp_path):
     write_run(tmp_path / "runs")
     (tmp_path / "rows.jsonl").write_bytes(b"\xff\n")

@@ -1,6 +1,7 @@
 """What is observed while a run trains: where it is, peak memory and speed, and the bar that shows them."""
 
 import time
+from contextlib import suppress
 
 import lightning.pytorch as pl
 import torch
@@ -137,6 +138,16 @@ class ProgressBar(TQDMProgressBar):
     @property
     def total_train_batches(self) -> int:
         return self.trainer.num_training_batches
+
+    def on_train_start(self, trainer, module) -> None:
+        super().on_train_start(trainer, module)
+        self.train_progress_bar.total = self.total_train_batches  # a resumed run never starts its epoch
+
+    def on_exception(self, trainer, module, exception) -> None:
+        """Ends the bars' lines, so that what is printed next begins one."""
+        with suppress(TypeError):  # there are none yet
+            self.train_progress_bar.close()
+            self.val_progress_bar.close()
 
     def get_metrics(self, trainer, module) -> dict:
         metrics = super().get_metrics(trainer, module)

@@ -11,7 +11,8 @@ import sys
 import threading
 import zipfile
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,21 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from logitless.loggers import CurveFile, read_rows
+from logitless.processes import STOPS
 
 FOLDER = Path("checkpoints")
 LAST_CHECKPOINT = FOLDER / "last.ckpt"
 PREVIOUS_CHECKPOINT = FOLDER / "previous.ckpt"
-TERMINATED = 128 + signal.SIGTERM
+SIGNALLED = {128 + number for number in STOPS}  # exit statuses
+AGAIN = b"\nSIGINT: the run ends with a checkpoint after this step; once more ends it at once\n"
 
 
 class Stopped(SystemExit):
-    """The end of a run that got SIGTERM and left a checkpoint; a process that does not catch it ends with 143."""
+    """The end of a run that got SIGTERM or SIGINT; a process that does not catch it ends with 143 or 130."""
 
-    def __init__(self, message: str):
-        super().__init__(TERMINATED)
-        self.message = message
+    def __init__(self, number: int, message: str):
+        super().__init__(128 + number)
+        self.message = f"{signal.Signals(number).name} {message}"
 
     def __str__(self) -> str:
         return self.message
@@ -114,16 +117,34 @@ def _damage(path: Path) -> str | None:
     return broken and f"checksum of {broken}"
 
 
-class Checkpoints(Checkpoint):
-    """Writes checkpoints, at SIGTERM too, and joins what a resumed run continues.
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps that a checkpoint has behind it."""
+    return torch.load(checkpoint, mmap=True, weights_only=True)["global_step"]
 
-    After SIGTERM the run ends with a checkpoint as soon as the optimizer step is done that it is in, or the first one
-    after a validation; with several processes at the next logged step, where they agree on it. A checkpoint that cannot
-    be written is named on stderr, and training goes on. One whose weights are not finite is not written.
+
+@contextmanager
+def former_signal_handlers() -> Iterator[None]:
+    """Gives the handlers of SIGTERM and SIGINT back at the end."""
+    former = {number: signal.getsignal(number) for number in STOPS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+class Checkpoints(Checkpoint):
+    """Writes checkpoints, at SIGTERM and SIGINT too, and joins what a resumed run continues.
+
+    After one of these the run ends with a checkpoint as soon as the optimizer step is done that it is in, or the first
+    one after a validation; with several processes at the next logged step, where they agree on it. A second SIGINT ends
+    it at once. A checkpoint that cannot be written is named on stderr, and training goes on. One whose weights are not
+    finite is not written.
 
     Args:
         run_dir: the run's folder.
-        every: optimizer steps from one checkpoint to the next; None: none, and SIGTERM ends the run at once.
+        every: optimizer steps from one checkpoint to the next; None: none, and a signal ends the run at once.
         files: the trainer's, which the first rank writes with.
         curves: the points so far are counted there; None on the other ranks.
         resumed_curves: those of the run that is continued.
@@ -141,7 +162,7 @@ class Checkpoints(Checkpoint):
         self.curves, self.resumed_curves = curves, resumed_curves
         self.saved_step: int | None = None
         self._step = 0
-        self._is_terminated = False
+        self._signal: int | None = None
 
     def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
         if checkpoint["world_size"] != trainer.world_size:
@@ -167,7 +188,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer, module) -> None:
         self._step = trainer.global_step
-        self.heed_sigterm()
+        self.heed_signals()
         n_batches = self._step * trainer.accumulate_grad_batches
         if self._step and module.validated_step != self._step and n_batches % trainer.val_check_batch == 0:
             validation = trainer.fit_loop.epoch_loop.val_loop
@@ -176,17 +197,20 @@ class Checkpoints(Checkpoint):
             trainer.training = True
 
     def on_validation_start(self, trainer, module) -> None:
-        self.heed_sigterm()
+        self.heed_signals()
 
-    def heed_sigterm(self) -> None:
-        """Replaces Lightning's handler, which would talk to the other ranks from inside a signal."""
+    def heed_signals(self) -> None:
+        """Replaces Lightning's handler of SIGTERM, which would talk to the other ranks from inside a signal."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            for number in STOPS:
+                signal.signal(number, self._on_signal)
 
-    def _on_sigterm(self, number: int, frame: object) -> None:
-        if self.every is None:
-            sys.exit(TERMINATED)
-        self._is_terminated = True
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.every is None or number == self._signal == signal.SIGINT:
+            sys.exit(128 + number)
+        self._signal = number
+        if number == signal.SIGINT:
+            os.write(2, AGAIN)  # not print, whose buffer the signal may have interrupted
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         if self.every is None or trainer.global_step == self._step:
@@ -199,22 +223,25 @@ class Checkpoints(Checkpoint):
 
     def _must_stop(self, trainer, module) -> bool:
         may_agree = trainer.world_size == 1 or module.is_logging_step(self._step)
-        return may_agree and self._is_terminated_anywhere(trainer)
+        return may_agree and self._has_signal_anywhere(trainer)
 
-    def _is_terminated_anywhere(self, trainer) -> bool:
-        return trainer.strategy.reduce_boolean_decision(self._is_terminated, all=False)
+    def _has_signal_anywhere(self, trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(self._signal is not None, all=False)
 
     def _stop(self, trainer, module) -> None:
         self.save(trainer, module)
-        raise Stopped(f"SIGTERM after step {self._step}; {self.last()}")
+        raise self._stopped(f"after step {self._step}")
 
     def save_at_end(self, trainer, module) -> None:
-        """Writes the last checkpoint of a run whose steps are done; raises Stopped if SIGTERM came meanwhile."""
+        """Writes the last checkpoint of a run whose steps are done; raises Stopped if a signal came meanwhile."""
         if self.every is None:
             return
         self.save(trainer, module)
-        if self._is_terminated_anywhere(trainer):
-            raise Stopped(f"SIGTERM after step {trainer.global_step}, the last; {self.last()}")
+        if self._has_signal_anywhere(trainer):
+            raise self._stopped(f"after step {trainer.global_step}, the last")
+
+    def _stopped(self, when: str) -> Stopped:
+        return Stopped(self._signal or signal.SIGTERM, f"{when}; {self.last()}")  # None: only another rank got one
 
     def save(self, trainer, module) -> None:
         """Writes a checkpoint, or says on stderr why it does not."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from kernels import devices
 from logitless import memory, ranks
 from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
-from logitless.checkpoints import Checkpoints, WholeFiles
+from logitless.checkpoints import Checkpoints, WholeFiles, former_signal_handlers, step_of
 from logitless.data import Corpus, TextData
 from logitless.generation import complete
 from logitless.job import Job
@@ -34,6 +34,7 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
     config, device, module, data = job.config, job.device, _module(job), _data(job)
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
     record["flops_per_token"] = module.gpt.flops_per_token(config["seq_len"])
+    record["first_step"] = 0 if job.checkpoint is None else step_of(job.checkpoint)
     if config["compile"]:
         torch.compiler.reset()  # graphs of another run of this process would count against the limit of recompilations
         module.gpt.compile_blocks()
@@ -67,12 +68,12 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
         close(record | so_far() | place() | failure)
 
     try:
-        with meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
+        with former_signal_handlers(), meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=job.checkpoint, weights_only=True)
-            checkpoints.heed_sigterm()  # Lightning has restored the former handler
+            checkpoints.heed_signals()  # Lightning has restored the former handler
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
-                checkpoints.heed_sigterm()
+                checkpoints.heed_signals()
             checkpoints.save_at_end(trainer, module)
             largest = {name: _largest(trainer, value) for name, value in peaks.summary().items()}
             gpt = _whole(trainer, module)
@@ -171,10 +172,14 @@ def first_lines(job: Job, record: dict, run_dir: Path) -> str:
     if ranks.cuts_vocabulary(config["trainer"]):
         rows = min(max((record["chunk"] or world * tokens) // world, 1), tokens) * world
         logits = f"{rows} x {-(-vocab // world)} of all ranks' {world * tokens} x {vocab} logits at once on a rank"
+    first = ""
+    if job.checkpoint is not None:
+        nothing_left = ", none is left" if record["first_step"] >= config["max_steps"] else ""
+        first = f", the first {record['first_step']} by {job.checkpoint}{nothing_left}"
     return (
         f"model  {record['n_parameters'] / 1e6:.1f}M parameters, {100 * record['head_share']:.0f}% in the head "
         f"[V={vocab}, D={config['model']['width']}]\n"
         f"loss   {record['backend']}: {logits}\n"
-        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens{of_ranks}\n"
+        f"steps  {config['max_steps']} x {config['accumulate']} micro-batches of {tokens} tokens{of_ranks}{first}\n"
         f"run    {record['device']}, {record['precision']}, in {run_dir}"
     )

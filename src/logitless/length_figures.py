@@ -25,7 +25,7 @@ def peak_memory(records: list[dict]) -> Drawing:
     def without_peak(record: dict) -> str | None:
         reason = problem(record)
         if reason is None and record["status"] == "ok" and not is_positive(record.get(_peak_of(record).y)):
-            return f"{outcome(record)}, no peak of a warmed-up step"
+            return f"no peak of a step after the first ({outcome(record)})"
         return reason
 
     left_out, records = split(records, without_peak)
@@ -51,7 +51,7 @@ def speed(records: list[dict]) -> Drawing:
     def without_speed(record: dict) -> str | None:
         reason = problem(record)
         if reason is None and record["status"] == "ok" and not is_positive(record.get(SPEED.y)):
-            return f"{outcome(record)}, no {SPEED.y}"
+            return f"no {SPEED.y} ({outcome(record)})"
         return reason
 
     left_out, records = split(records, without_speed)

@@ -29,7 +29,7 @@ def split(records: list[dict], problem: Callable[[dict], str | None]) -> tuple[d
             continue
         key = settings.key_of(settings.without(settings.settings_of(record), settings.INERT)), record["seq_len"]
         if key in kept:
-            left_out[kept[key]["run_dir"]] = f"{record['run_dir']} is a later run of the same"
+            left_out[kept[key]["run_dir"]] = "run again later with the same settings and length"
         kept[key] = record
     found = panels(list(kept.values())).values()
     alone = [runs for runs in found if len({run["seq_len"] for run in runs}) == 1 and not _any_oom(runs)]

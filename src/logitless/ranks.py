@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import DictConfig
 
-from logitless.checkpoints import TERMINATED, Stopped
+from logitless.checkpoints import Stopped
 from logitless.memory import is_out_of_memory
 
 EXTERNAL = "RANK", "SLURM_PROCID"  # set by torchrun, and by srun
@@ -144,7 +144,7 @@ class Watch:
         if failure is None:
             return
         if failure["status"] == "stopped":
-            raise Stopped(f"SIGTERM to rank {failure['failed_rank']}") from error
+            raise Stopped(signal.SIGTERM, f"to rank {failure['failed_rank']}") from error
         raise (RankOutOfMemoryError if failure["status"] == "oom" else RankError)(failure) from error
 
     def failure(self) -> dict | None:
@@ -164,7 +164,7 @@ class Watch:
                 return report
         for number, code in sorted(silent, key=lambda rank: rank[1] > 0):
             if code < 0 or not reports:
-                status = "stopped" if code in (TERMINATED, -signal.SIGTERM) else "error"
+                status = "stopped" if code in (128 + signal.SIGTERM, -signal.SIGTERM) else "error"
                 error = f"ended with status {code} without a word"
                 return {"failed_rank": number, "status": status, "error": error}
         return reports[0] if reports else None

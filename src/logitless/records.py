@@ -102,6 +102,8 @@ def _records(file: Path) -> list[dict]:
     for line in file.read_bytes().splitlines():
         try:
             record = json.loads(line.decode(), parse_constant=lambda name: None)
+            # Half of a surrogate pair, which JSON can hold, is no text that a page could.
+            record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
             record |= {"run_dir": str(file.parent)}  # TypeError unless it is a dictionary
         except (TypeError, ValueError, RecursionError):
             print(f"{file}: skipped a broken line", file=sys.stderr)

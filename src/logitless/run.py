@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from logitless import memory, ranks
-from logitless.checkpoints import TERMINATED, Stopped
+from logitless.checkpoints import SIGNALLED, Stopped
 from logitless.fit import fit
 from logitless.job import Job
 from logitless.loggers import CURVES, Loggers
@@ -83,9 +83,9 @@ def _follow(job: Job, run_dir: Path) -> dict:
 def _outcome(error: BaseException, device: torch.device) -> dict:
     if isinstance(error, ranks.RankError):
         return error.facts
-    is_terminated = isinstance(error, SIGTERMException) or (isinstance(error, SystemExit) and error.code == TERMINATED)
+    is_signal = isinstance(error, SIGTERMException) or (isinstance(error, SystemExit) and error.code in SIGNALLED)
     is_oom = memory.is_out_of_memory(error, device)
-    return {"status": "oom" if is_oom else "stopped" if is_terminated else "error", "error": _describe_error(error)}
+    return {"status": "oom" if is_oom else "stopped" if is_signal else "error", "error": _describe_error(error)}
 
 
 def _close(record: dict, loggers: Loggers | None, run_dir: Path) -> None:
