@@ -91,6 +91,11 @@ def inner_width(model: GPTConfig) -> int:
     return -(-8 * model.width // 192) * 64 if model.mlp == "swiglu" else 4 * model.width
 
 
+def up_width(model: GPTConfig) -> int:
+    """Width of what the MLP's `up` gives: gate and value, or what is activated."""
+    return (2 if model.mlp == "swiglu" else 1) * inner_width(model)
+
+
 def matrices(model: GPTConfig) -> int:
     """Numbers in the matrices of a block."""
     return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * inner_width(model)
@@ -104,40 +109,39 @@ def norm_bytes(step: Step) -> int:
 def block_bytes(step: Step) -> int:
     """What autograd keeps of a block, besides its parameters.
 
-    Two norms. Of attention: input, qkv (for its last third, the values), rotated queries and keys, result, log-sums,
-    and a copy of the result with the heads side by side (memory-efficient attention has it so). Of the MLP: input, what
-    `up` gives and what `out` takes, and between them the activated gate, if there is one. The weights as autocast
-    copied them.
+    Two norms. Of attention: input, queries, keys and values, result, log-sums. Of the MLP: input and what `up` gives.
+    The weights as autocast copied them, but for that of `out`, which is copied once more where the MLP is activated.
     """
     model, (size, _) = step.model, step.sizes
-    is_copied = step.is_cpu or size < 4
-    attention = size * (7 + is_copied) * model.width + 4 * model.n_heads
-    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * inner_width(model))
-    casts = size * matrices(model) if step.casts else 0
+    attention = size * 5 * model.width + 4 * model.n_heads
+    mlp = size * (model.width + up_width(model))
+    casts = size * (matrices(model) - model.width * inner_width(model)) if step.casts else 0
     return 2 * norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
 
 
 def block_forward_bytes(step: Step) -> int:
     """What a block holds at most beside its input while autograd keeps nothing of it.
 
-    In attention, where the keys are rotated in fp32, or in the MLP, where the gated or activated numbers are made.
+    In attention, where the keys are rotated in fp32 or put beside queries and values, or in the MLP, where the gated or
+    activated numbers are made.
     """
     model, size = step.model, step.sizes[0]
     rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
-    attention = (5 * size + rotation) * model.width
-    mlp = 2 * size * model.width + size * (4 if model.mlp == "swiglu" else 2) * inner_width(model)
+    attention = max(5 * size + rotation, 9 * size) * model.width
+    mlp = size * ((2 if model.mlp == "swiglu" else 3) * model.width + 2 * up_width(model))
     return step.n_tokens * max(attention, mlp)
 
 
 def mlp_backward_bytes(step: Step) -> int:
     """What the MLP's backward makes less what it frees, when it leaves `out` or, if there is one, the gate.
 
-    Gradients of the stream, inside, and of `out.weight`, whose own copy goes.
+    What `out` takes, once more, with an activated gate; the gradients of the stream, of this, and of `out.weight`, with
+    its copy.
     """
     model, size = step.model, step.sizes[0]
     inner = size * inner_width(model)
-    n_inside = 2 if model.mlp == "swiglu" else 1
-    return step.n_tokens * (n_inside * inner + size * model.width) + model.width * inner
+    n_inside = 4 if model.mlp == "swiglu" else 2
+    return step.n_tokens * (n_inside * inner + size * model.width) + (1 + step.casts) * model.width * inner
 
 
 def head_plan(step: Step) -> Plan:

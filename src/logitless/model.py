@@ -116,8 +116,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None, layer: int) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        query, key, value = self.qkv(x).view(batch, length, 3, self.n_heads, -1).unbind(2)
+        # In one tensor, or autograd would keep all that `qkv` gave for its last third.
+        together = torch.stack([_rotate(query, *rotary), _rotate(key, *rotary), value], dim=2)
+        query, key, value = together.transpose(1, 3).unbind(2)
         if cache is not None:
             key, value = cache.update(layer, key, value)
         # With a cache there is one new token, which sees everything, or a whole prompt, which starts the cache.
@@ -137,9 +139,13 @@ class MLP(nn.Module):
         self.out = nn.Linear(inner, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Activated once more in backward, a cheap pass over what would be the largest tensor that a block keeps.
+        return checkpoint(self._down, self.up(x), use_reentrant=False, preserve_rng_state=False)
+
+    def _down(self, inner: Tensor) -> Tensor:
         if not self.gated:
-            return self.out(F.gelu(self.up(x)))
-        gate, value = self.up(x).chunk(2, dim=-1)
+            return self.out(F.gelu(inner))
+        gate, value = inner.chunk(2, dim=-1)
         return self.out(F.silu(gate) * value)
 
 
@@ -269,13 +275,13 @@ def fastest_attention(device: torch.device) -> AbstractContextManager:
 
 
 def _rotary_table(start: int, end: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [end - start, head_dim / 2] fp32 of the positions in [start, end)."""
+    """cos and sin [end - start, 1, head_dim / 2] fp32 of the positions in [start, end)."""
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.arange(start, end, device=device, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.arange(start, end, device=device, dtype=torch.float32)[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D/H] with its two halves rotated against each other; computed in fp32, returned in x's dtype."""
+    """x [B, T, H, D/H] with its two halves rotated against each other; computed in fp32, returned in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
