@@ -122,12 +122,11 @@ def block_bytes(step: Step) -> int:
 def block_forward_bytes(step: Step) -> int:
     """What a block holds at most beside its input while autograd keeps nothing of it.
 
-    In attention, where the keys are rotated in fp32 or put beside queries and values, or in the MLP, where the gated or
-    activated numbers are made.
+    In attention, where the keys are rotated in fp32, or in the MLP, where the gated or activated numbers are made.
     """
     model, size = step.model, step.sizes[0]
     rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
-    attention = max(5 * size + rotation, 9 * size) * model.width
+    attention = (4 * size + rotation) * model.width
     mlp = size * ((2 if model.mlp == "swiglu" else 3) * model.width + 2 * up_width(model))
     return step.n_tokens * max(attention, mlp)
 

@@ -111,15 +111,17 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads = config.n_heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        # The values apart: as a part of one tensor of all three, of which autograd keeps no other, they would hold it.
+        self.query_key = nn.Linear(config.width, 2 * config.width, bias=False)
+        self.value = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None, layer: int) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 3, self.n_heads, -1).unbind(2)
-        # In one tensor, or autograd would keep all that `qkv` gave for its last third.
-        together = torch.stack([_rotate(query, *rotary), _rotate(key, *rotary), value], dim=2)
-        query, key, value = together.transpose(1, 3).unbind(2)
+        query, key = self.query_key(x).view(batch, length, 2, self.n_heads, -1).unbind(2)
+        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
+        value = self.value(x).view(batch, length, self.n_heads, -1)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         if cache is not None:
             key, value = cache.update(layer, key, value)
         # With a cache there is one new token, which sees everything, or a whole prompt, which starts the cache.
