@@ -141,10 +141,14 @@ class MLP(nn.Module):
         self.out = nn.Linear(inner, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Activated once more in backward, a cheap pass over what would be the largest tensor that a block keeps.
-        return checkpoint(self._down, self.up(x), use_reentrant=False, preserve_rng_state=False)
+        inner = self.up(x)
+        if not torch.is_grad_enabled():
+            return self._down(inner)
+        # Activated once more in backward, which is a cheap pass: else a block would keep the result, its largest tensor.
+        return checkpoint(self._down, inner, use_reentrant=False, preserve_rng_state=False)
 
     def _down(self, inner: Tensor) -> Tensor:
+        """The activation and `out`; of these, backward repeats the activation only."""
         if not self.gated:
             return self.out(F.gelu(inner))
         gate, value = inner.chunk(2, dim=-1)
