@@ -6,7 +6,8 @@ import re
 import pytest
 import sweeps
 
-from logitless import figures, page, run_table
+from logitless.report import page, run_table
+from logitless.report.charts import Drawing
 
 
 def cells_of(table: str) -> list[dict[str, str]]:
@@ -65,8 +66,8 @@ def test_a_partial_peak_is_called_one():
 
 
 def test_reasons_are_told_once_with_all_their_runs():
-    some = figures.Drawing(None, {"runs/1": "oom", "runs/2": "oom", "runs/3": "killed"})
-    drawings = {"a": some, "b": figures.Drawing(None, {"runs/3": "killed"}), "not drawn": figures.Drawing(None, {})}
+    some = Drawing(None, {"runs/1": "oom", "runs/2": "oom", "runs/3": "killed"})
+    drawings = {"a": some, "b": Drawing(None, {"runs/3": "killed"}), "not drawn": Drawing(None, {})}
     assert page.left_out_lines(drawings) == [
         "left out of a: 2 runs in runs (1, 2), oom",
         "left out: runs/3, killed",
@@ -76,7 +77,7 @@ def test_reasons_are_told_once_with_all_their_runs():
 def test_no_text_of_a_record_is_code():
     record = sweeps.record_of("naive", 8, run_dir="</script><script>alert(1)</script>")
     record |= {"backend": "<img src=x>", "status": "<b>", "error": "<i>"}
-    drawing = figures.Drawing(None, {record["run_dir"]: "<u>"}, ["<s>"])
+    drawing = Drawing(None, {record["run_dir"]: "<u>"}, ["<s>"])
     text = page.page({"x": drawing}, [record])
     for tag in ("<img src=x", "<b>", "<i>x", "<u>", "<s>", "<script>alert"):
         assert tag not in text.replace("<i>V</i>", ""), tag

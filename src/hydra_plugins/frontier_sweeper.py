@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Override
 
-from logitless import sweep
 from logitless.config import COUNT
 from logitless.records import place
-from logitless.sweep import Overrides
-from logitless.sweeper import FreshProcessSweeper, jobs_of
+from logitless.sweeps import sweep
+from logitless.sweeps.sweep import Overrides
+from logitless.sweeps.sweeper import FreshProcessSweeper, jobs_of
 
 KEY = "seq_len"
 STEPS = 3  # what runs out of memory at step 2 does not fit: the optimizer's state is allocated at the end of step 1

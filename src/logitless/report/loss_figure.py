@@ -5,8 +5,8 @@ import textwrap
 
 import altair as alt
 
-from logitless import palette, settings
-from logitless.figures import (
+from logitless.report import palette, settings
+from logitless.report.charts import (
     ENOUGH_POINTS,
     FACTS,
     TOO_SHORT,
@@ -19,7 +19,7 @@ from logitless.figures import (
     thinned,
     thinning_notes,
 )
-from logitless.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
+from logitless.report.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
 
 MOST_PANELS = 4
 WIDTH, HEIGHT = 380, 240  # pixels of a panel

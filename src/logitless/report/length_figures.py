@@ -5,13 +5,13 @@ import textwrap
 
 import altair as alt
 
-from logitless import palette
-from logitless.figures import Drawing, provenance_of_runs
 from logitless.footprint import GIB
-from logitless.lengths import label_of, panels, problem, split, titled
-from logitless.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
-from logitless.prediction import predicted_peaks
 from logitless.records import is_positive, outcome
+from logitless.report import palette
+from logitless.report.charts import Drawing, provenance_of_runs
+from logitless.report.lengths import label_of, panels, problem, split, titled
+from logitless.report.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
+from logitless.report.prediction import predicted_peaks
 
 WIDTH, HEIGHT, COLUMNS = 380, 280, 2  # pixels of a panel, panels in a row
 ROOM = 1.15  # before the first and behind the last length, as a factor

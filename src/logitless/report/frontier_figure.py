@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import altair as alt
 
-from logitless import lengths, palette, prediction
-from logitless.figures import Drawing, provenance_of_runs
-from logitless.panels import AXES, FRONTIER
+from logitless.report import lengths, palette, prediction
+from logitless.report.charts import Drawing, provenance_of_runs
+from logitless.report.panels import AXES, FRONTIER
 
 ENOUGH_STEPS = 3  # an out-of-memory in step 2 is one still
 PARTS = {"states": "weights and optimizer", "blocks": "blocks", "head": "head"}  # of `footprint.Parts`

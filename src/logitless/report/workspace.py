@@ -3,8 +3,8 @@
 import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 
-from logitless import palette
-from logitless.panels import AXES, FILTERS, PANELS, Panel
+from logitless.report import palette
+from logitless.report.panels import AXES, FILTERS, PANELS, Panel
 
 # A run's config is its whole configuration, in which the backend is the function that computes the loss.
 GROUPS = {"backend": "loss._target_"}

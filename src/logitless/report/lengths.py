@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from logitless import palette, settings
-from logitless.figures import FACTS
 from logitless.records import RESULTS, lacks, outcome
+from logitless.report import palette, settings
+from logitless.report.charts import FACTS
 
 NEEDED = {key: kind for key, kind in FACTS.items() if key != "curves"} | {"seq_len": int}
 

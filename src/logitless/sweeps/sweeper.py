@@ -26,11 +26,12 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from logitless import processes, sweep
+from logitless import processes
 from logitless.records import FILE_NAME
-from logitless.sweep import Overrides
+from logitless.sweeps import sweep
+from logitless.sweeps.sweep import Overrides
 
-SOURCE = Path(__file__).resolve().parent.parent
+SOURCE = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130
 OF_THE_SWEEP = ("mode", "run.", "sweep.", "sweeper", "launcher", "job.num", "job.id")  # below hydra: not for its jobs
 
