@@ -1,6 +1,6 @@
 """Draws figures of runs, and of what scripts/bench.py measured, and a page with all of them.
 
-    python scripts/report.py runs/2026-01-31_12-00-00 --out report
+    python scripts/report.py runs/2026-01-31_12-00-00-000000 --out report
     python scripts/report.py docs/results/bench_h200/head.jsonl docs/results/bench_h200/scaling.jsonl --out report
 
 Needs the records only, and no network. `report/index.html` holds the figures, the table of all runs and the calculator;

@@ -21,8 +21,7 @@ from logitless.report import (
     palette,
     settings,
 )
-from logitless.report.charts import provenance_of_runs
-from logitless.report.panels import PANELS
+from logitless.report.charts import labels_of, provenance_of_runs
 
 GIB = 2**30
 
@@ -248,6 +247,8 @@ def test_chunks_and_budgets_are_bars_of_their_own():
     records += [run("fused", length, "auto", config=budget) for length in (8, 16)]
     labels = [bound.label for bound in frontier_figure.bounds(records)[""]]
     assert labels == ["fused, chunk=2", "fused, chunk=4", "fused, chunk=auto, budget 100 MiB"]
+    other = run("fused", 8, "auto", config={"loss": {"budget_mib": 200}}, run_dir="other")
+    assert labels_of([records[-1], other]) == [labels[-1], "fused, chunk=auto, budget 200 MiB"]
 
 
 def test_curves_are_those_of_whole_runs_of_one_length(tmp_path):
@@ -311,11 +312,6 @@ def test_many_commands_are_joined_into_one():
     subtitle = provenance_of_runs("Title", records).subtitle
     assert subtitle[1:] == ["python scripts/train.py model=small loss=naive seq_len=8,...,15 memory_limit_gib=24"]
     assert len(provenance_of_runs("Title", records[:3]).subtitle) == 4
-
-
-def test_every_panel_has_a_figure():
-    assert {panel.figure for panel in PANELS} == {"training_loss", "peak_memory", "speed", "frontier"}
-    assert len({panel.title for panel in PANELS}) == len(PANELS)
 
 
 def test_backends_is_drawn_for_runs_of_one_length_only(tmp_path):

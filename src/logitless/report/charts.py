@@ -13,6 +13,7 @@ from typing import NamedTuple
 import altair as alt
 
 from logitless.records import lacks, outcome
+from logitless.report.settings import label_of
 
 FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict}
 ENOUGH_POINTS = 10  # of training loss, for a curve
@@ -43,8 +44,8 @@ def curve_problem(record: dict, needed: dict[str, type]) -> str | None:
 
 
 def labels_of(records: list[dict]) -> list[str]:
-    """A name for each record: backend and chunk, and where several have the same, from where their folders part."""
-    labels = [record["backend"] + (f", chunk={record['chunk']}" if record.get("chunk") else "") for record in records]
+    """A name for each record: its label, and where several have the same, the folder from where these part."""
+    labels = [label_of(record) for record in records]
     folders = [Path(record["run_dir"]).resolve() for record in records]
     twins = {label: [own for own, other in zip(folders, labels, strict=True) if other == label] for label in labels}
     return [

@@ -102,7 +102,11 @@ class FreshProcessSweeper(Sweeper):
         given = {"--config-path": flags.config_path, "--config-name": flags.config_name, "--config-dir": config_dir}
         script = [sys.executable, os.path.abspath(sys.argv[0])]
         script += [f"{flag}={value}" for flag, value in given.items() if value is not None]
-        overrides = tuple(o for o in config.hydra.overrides.hydra if not o.lstrip("+~")[6:].startswith(OF_THE_SWEEP))
+        overrides = tuple(
+            o
+            for o in config.hydra.overrides.hydra
+            if not o.lstrip("+~").removeprefix("hydra.").startswith(OF_THE_SWEEP)
+        )
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context,
             task_function=FreshProcess(tuple(script), overrides, self.grace_s),
