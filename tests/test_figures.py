@@ -3,8 +3,8 @@
 import json
 from dataclasses import replace
 
+import made_up_runs
 import pytest
-import sweeps
 from tiny import ROOT
 
 from kernels.devices import DEVICES
@@ -28,7 +28,7 @@ GIB = 2**30
 
 def run(backend: str, seq_len: int, chunk: int | None = None, **more) -> dict:
     name = f"{backend}-{seq_len}" + (f"-{chunk}" if chunk else "")
-    return sweeps.record_of(backend, seq_len, chunk, **({"run_dir": name, "peak_allocated_gib": 2.0} | more))
+    return made_up_runs.record_of(backend, seq_len, chunk, **({"run_dir": name, "peak_allocated_gib": 2.0} | more))
 
 
 def oom(backend: str, seq_len: int, chunk: int | None = None, **more) -> dict:
@@ -77,7 +77,7 @@ def test_peaks_are_lines_predictions_dashed_and_oom_a_cross_at_the_limit():
     (panel,) = panels_of(drawing.chart)
     predicted, measured = values_of(panel, "line")
     assert [(point["seq_len"], point["value"]) for point in measured] == [(1024, 2.0), (2048, 4.0)]
-    step = Step(sweeps.SMALL, DEVICES["NVIDIA H200"], 2048, 1, "bf16-mixed")
+    step = Step(made_up_runs.SMALL, DEVICES["NVIDIA H200"], 2048, 1, "bf16-mixed")
     by_length = {point["seq_len"]: point["value"] for point in predicted}
     assert by_length[2048] == peak_bytes(step, "naive") / GIB
     assert len(by_length) > 15
@@ -110,7 +110,7 @@ def test_without_a_limit_a_cross_stands_at_the_devices_memory_or_the_last_good_p
 def test_devices_limits_and_models_have_panels_of_their_own():
     cpu = {"device": "cpu (x86_64)", "precision": "32-true", "peak_live_tensor_gib": 1.0, "peak_allocated_gib": None}
     records = [run("naive", length, **facts) for length in (8, 16) for facts in ({}, cpu)]
-    wide = {"model": vars(replace(sweeps.SMALL, padded_vocab_size=131072))}
+    wide = {"model": vars(replace(made_up_runs.SMALL, padded_vocab_size=131072))}
     records += [run("naive", length, config=wide) for length in (8, 16)]
     for i, record in enumerate(records):
         record["run_dir"] = str(i)
@@ -130,7 +130,7 @@ def test_devices_limits_and_models_have_panels_of_their_own():
     [
         ({"backend": "liger"}, "only naive, inplace, fused"),
         ({"device": "an H900"}, "device an H900 is not among"),
-        ({"config": {"model": vars(replace(sweeps.SMALL, dropout=0.1))}}, "model.dropout=0.1"),
+        ({"config": {"model": vars(replace(made_up_runs.SMALL, dropout=0.1))}}, "model.dropout=0.1"),
         ({"config": {"z_loss": 0.1}}, "z_loss=0.1 is not counted"),
         ({"config": {"model": {"width": 3}}}, "TypeError"),
     ],
@@ -215,7 +215,7 @@ def test_the_frontier_says_what_fills_the_memory():
     naive, _, fused = frontier_figure.bounds(records)[""]
     assert naive.in_words() == "11,520; out of memory at 12,544; head 73% of the peak"
     assert fused.in_words(naive.longest) == "50,432 (4.4x naive); out of memory at 55,040; blocks 82% of the peak"
-    dropout = run("naive", 16, config={"model": dict(vars(sweeps.SMALL)) | {"dropout": 0.1}})
+    dropout = run("naive", 16, config={"model": dict(vars(made_up_runs.SMALL)) | {"dropout": 0.1}})
     assert frontier_figure.bound_of([dropout]).filled_by == "", "which nobody predicted"
 
 
@@ -254,7 +254,7 @@ def test_chunks_and_budgets_are_bars_of_their_own():
 def test_curves_are_those_of_whole_runs_of_one_length(tmp_path):
     records = [run("naive", 8, tokens=80), run("fused", 8, 4, tokens=80), run("naive", 16), oom("fused", 16, 4)]
     for record, n_points in zip(records, (20, 20, 3, 20), strict=True):
-        sweeps.write(tmp_path / record["run_dir"], record, n_points)
+        made_up_runs.write(tmp_path / record["run_dir"], record, n_points)
     records = read_records([tmp_path])
     drawing = loss_figure.training_loss(records)
     assert {run.rpartition("/")[2]: reason for run, reason in drawing.left_out.items()} == {
@@ -269,7 +269,7 @@ def test_curves_are_those_of_whole_runs_of_one_length(tmp_path):
 
 def test_long_curves_are_thinned_and_say_so(tmp_path):
     record = run("naive", 8)
-    sweeps.write(tmp_path / "long", record, 1500)
+    made_up_runs.write(tmp_path / "long", record, 1500)
     records = read_records([tmp_path])
     drawing = loss_figure.training_loss(records)
     train, _ = panels_of(drawing.chart)
@@ -283,7 +283,7 @@ def test_long_curves_are_thinned_and_say_so(tmp_path):
 def test_a_backend_has_one_colour_everywhere(tmp_path):
     for backend in ("naive", "fused"):
         for length in (8, 16):
-            sweeps.write(tmp_path / f"{backend}{length}", run(backend, length, run_dir=None), 20)
+            made_up_runs.write(tmp_path / f"{backend}{length}", run(backend, length, run_dir=None), 20)
     records = read_records([tmp_path])
     charts = [length_figures.peak_memory(records), length_figures.speed(records), frontier_figure.frontier(records)]
     charts += [loss_figure.training_loss(records), backends_figure.backends([r for r in records if r["seq_len"] == 8])]
@@ -316,7 +316,7 @@ def test_many_commands_are_joined_into_one():
 
 def test_backends_is_drawn_for_runs_of_one_length_only(tmp_path):
     for length in (8, 16):
-        sweeps.write(tmp_path / str(length), run("naive", length), 20)
+        made_up_runs.write(tmp_path / str(length), run("naive", length), 20)
     records = read_records([tmp_path])
     assert backends_figure.backends(records).chart is None
     assert backends_figure.backends(records[:1]).chart is not None

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-import sweeps
+from made_up_runs import record_of
 
 from logitless.report import page, run_table
 from logitless.report.charts import Drawing
@@ -17,8 +17,8 @@ def cells_of(table: str) -> list[dict[str, str]]:
 
 
 def test_the_table_has_what_runs_differ_in_and_says_the_rest_once():
-    records = [sweeps.record_of("naive", 1024, peak_allocated_gib=2.5, config={"lr": 0.1, "memory_limit_gib": 24.0})]
-    records += [sweeps.record_of("fused", 512, 64, peak_allocated_gib=1.25, config={"lr": 0.2})]
+    records = [record_of("naive", 1024, peak_allocated_gib=2.5, config={"lr": 0.1, "memory_limit_gib": 24.0})]
+    records += [record_of("fused", 512, 64, peak_allocated_gib=1.25, config={"lr": 0.2})]
     for record in records:
         record["run_dir"] = "runs/x"
     table = run_table.table(records)
@@ -75,7 +75,7 @@ def test_reasons_are_told_once_with_all_their_runs():
 
 
 def test_no_text_of_a_record_is_code():
-    record = sweeps.record_of("naive", 8, run_dir="</script><script>alert(1)</script>")
+    record = record_of("naive", 8, run_dir="</script><script>alert(1)</script>")
     record |= {"backend": "<img src=x>", "status": "<b>", "error": "<i>"}
     drawing = Drawing(None, {record["run_dir"]: "<u>"}, ["<s>"])
     text = page.page({"x": drawing}, [record])

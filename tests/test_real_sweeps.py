@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from sweep_runs import job_dirs, rows, run, statuses
+from sweep_commands import job_dirs, rows, run, statuses
 from tiny import ROOT, overrides, read_curve, tiny, train
 
 from logitless.records import read_record, read_records

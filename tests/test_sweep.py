@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sweep_runs import APP, alive, await_end, await_line, job_dirs, rows, run, start, statuses
+from sweep_commands import APP, alive, await_end, await_line, job_dirs, rows, run, start, statuses
 
 from hydra_plugins.grid_sweeper import GridSweeper
 from logitless import processes

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_runs import alive, await_line, job_dirs, rows, run, start, statuses
+from sweep_commands import alive, await_line, job_dirs, rows, run, start, statuses
 
 from hydra_plugins.frontier_sweeper import FrontierSweeper, Search
 from logitless.sweeps import sweep
