@@ -155,7 +155,7 @@ def takes(head: tuple[Tensor, Tensor, Tensor | None]) -> bool:
         and (hidden.dtype == torch.bfloat16 or not hidden.is_cuda)  # the interpreter computes in fp32
         and _has_instructions(hidden.device)
         and hidden.shape[0] > 0
-        and all(_is_tma_readable(tensor) for tensor in (hidden, weight))
+        and all(has_readable_rows(t, t.dtype) and t.data_ptr() % 16 == 0 for t in (hidden, weight))
     )
 
 
@@ -165,9 +165,17 @@ def _has_instructions(device: torch.device) -> bool:
     return device.type == "cpu" or (not torch.version.hip and row_kernels.compute_capability(device)[0] in (9, 10))
 
 
-def _is_tma_readable(tensor: Tensor) -> bool:
-    row_bytes = tensor.stride(0) * tensor.itemsize
-    return tensor.stride(1) == 1 and row_bytes > 0 and row_bytes % 16 == 0 and tensor.data_ptr() % 16 == 0
+def has_readable_rows(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether TMA can read the rows of a tensor [rows, D], cast to `dtype` if need be, as its layout tells.
+
+    While compiling, which does not show where a tensor begins in its storage, as its strides tell.
+    """
+    row, first = tensor.stride(0), 0
+    if tensor.dtype != dtype:
+        row = tensor.shape[1]  # of the copy
+    elif not torch.compiler.is_compiling():
+        first = tensor.storage_offset()
+    return tensor.stride(1) == 1 and row > 0 and row * dtype.itemsize % 16 == first * dtype.itemsize % 16 == 0
 
 
 def exponentials(hidden, weight, bias, labels, *, anchors, out, sums, first_class: int = 0) -> None:

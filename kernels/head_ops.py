@@ -161,7 +161,7 @@ def _compute_again(ctx, dlosses, *_):
     refuse_double_backward()
     if dlosses is None:
         return None, None, None, *NO_GRADIENTS
-    _, _, wanted, *_, schedule = ctx.options
+    _, _, wanted, ignore_index, *_, schedule = ctx.options
     if schedule == "vocab" and wanted[0]:
         refuse_second_backward(ctx)
     row_max, log_sum, dhidden, *inputs = ctx.saved_tensors
@@ -170,7 +170,8 @@ def _compute_again(ctx, dlosses, *_):
     if schedule == "tokens" or any(wanted[1:]):
         gradients = list(_per_token_backward(dlosses, row_max, log_sum, *inputs, *ctx.options))
     if schedule == "vocab" and wanted[0]:
-        gradients[0] = scaling.scale(dhidden, dlosses, inputs[0].dtype)
+        is_ignored = inputs[3] == ignore_index  # its gradient is 0, also where the upstream gradient is inf or NaN
+        gradients[0] = scaling.scale(dhidden, dlosses.masked_fill(is_ignored, 0.0), inputs[0].dtype)
     return *(g if is_wanted else None for g, is_wanted in zip(gradients, wanted, strict=True)), *NO_GRADIENTS
 
 

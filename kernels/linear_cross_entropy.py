@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import devices, geometry, head_ops, plan, reference
+from . import devices, gemm, geometry, head_ops, plan, reference
 from .reference import LossSums, Objective
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -199,6 +199,8 @@ def _plan(
     else:
         dtypes = (DTYPES[d] for d in (dtype, weight.dtype, hidden.dtype))
         lacking = plan.lacking(objective.label_smoothing, objective.softcap)
+        if not all(gemm.has_readable_rows(tensor, dtype) for tensor in (hidden, weight)):
+            lacking = lacking or "rows that TMA cannot read"
         sizes = [len(range(size)) for size in (*hidden.shape, *weight.shape)]  # a compiler's symbols become numbers
         schedule, chunk = _choose(
             str(hidden.device),

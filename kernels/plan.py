@@ -51,7 +51,8 @@ class Head:
             autocast.
         grads: which gradients are wanted, of (hidden, weight, bias).
         per_token: upstream gradients differ from row to row, as for reduction "none".
-        lacking: an option of the loss that the epilogues of gemm.py lack ("label smoothing", "softcap"), or "".
+        lacking: what keeps this head from the epilogues of gemm.py, an option of the loss ("label smoothing",
+            "softcap") or rows that it cannot read, or "".
     """
 
     n_tokens: int
@@ -150,9 +151,9 @@ def fused_or_why_not(head: Head, device: Device) -> str:
         return f"{device.name} is not of compute capability 9 or 10"
     if head.dtype != "bf16":
         return f"{head.dtype} is not bf16"
-    if head.lacking:
-        return head.lacking
-    return "" if head.width % 8 == 0 else f"rows of {head.width} elements do not begin at multiples of 16 bytes"
+    if head.width % 8:
+        return f"rows of {head.width} elements do not begin at multiples of 16 bytes"
+    return head.lacking
 
 
 def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:

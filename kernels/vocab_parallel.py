@@ -17,6 +17,8 @@ are collective: all ranks call them, with as many tokens each.
 Vocabulary parallel head: Megatron-LM, Shoeybi et al. 2019.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -213,8 +215,8 @@ def _exchange(logits: Tensor, columns: Tensor, objective: Objective, shard: Voca
     Their losses are of `columns`, which are a row's label on one rank only, and without z-loss.
     """
     known = logits.new_empty(1, len(Rows._fields), len(logits), dtype=torch.float32)
-    options = Objective(-1, objective.label_smoothing, 0.0, objective.softcap)
-    row_kernels.forward_rows(logits, columns, options, Rows(*known[0]))
+    every_row = replace(objective, ignore_index=-1, z_loss=0.0)  # no column is -1: `_finish` decides which rows count
+    row_kernels.forward_rows(logits, columns, every_row, Rows(*known[0]))
     return all_gather(known, shard)
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from logitless.benchmark import Case, bench
-from logitless.problems import DTYPES, KINDS, Shape
+from logitless.bench.benchmark import Case, bench
+from logitless.bench.inputs import DTYPES, KINDS, Shape
 from logitless.records import append_line
 
 COLUMNS = ("forward ms", "backward ms", "total ms", "x GEMMs", "transient MiB", "loss", "dhidden", "dweight")

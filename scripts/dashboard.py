@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from logitless import panels
+from logitless.report import panels
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def save(entity: str | None, project: str) -> str:
     try:
         import wandb
 
-        from logitless.workspace import workspace
+        from logitless.report.workspace import workspace
     except ModuleNotFoundError as error:
         raise RuntimeError(f"{error}: pip install -e '.[dashboard]'") from error
     try:

@@ -1,6 +1,6 @@
 """Draws figures of runs, and of what scripts/bench.py measured, and a page with all of them.
 
-    python scripts/report.py runs/2026-01-31_12-00-00 --out report
+    python scripts/report.py runs/2026-01-31_12-00-00-000000 --out report
     python scripts/report.py docs/results/bench_h200/head.jsonl docs/results/bench_h200/scaling.jsonl --out report
 
 Needs the records only, and no network. `report/index.html` holds the figures, the table of all runs and the calculator;
@@ -25,15 +25,16 @@ import argparse
 import os
 from pathlib import Path
 
-from logitless import curves, figures, frontier, head_figures, length_figures, page
 from logitless.records import read_records
+from logitless.report import backends_figure, frontier_figure, head_figures, length_figures, loss_figure, page
+from logitless.report.charts import Drawing
 
 FIGURES = {
-    "training_loss": curves.training_loss,
-    "backends": figures.backends,
+    "training_loss": loss_figure.training_loss,
+    "backends": backends_figure.backends,
     "peak_memory": length_figures.peak_memory,
     "speed": length_figures.speed,
-    "frontier": frontier.frontier,
+    "frontier": frontier_figure.frontier,
 }
 
 
@@ -59,18 +60,18 @@ def main() -> None:
         parser.error(f"--out: {error}")
 
 
-def head_drawings(rows: list[dict]) -> dict[str, figures.Drawing]:
+def head_drawings(rows: list[dict]) -> dict[str, Drawing]:
     """The figures of the benchmark, and why rows are in none."""
     problems = {i: head_figures.problem(row) for i, row in enumerate(rows)}
     notes = [f"left out: {rows[i]['run_dir']}, {reason}" for i, reason in problems.items() if reason]
     rows = [row for i, row in enumerate(rows) if not problems[i]]
     if rows and not any(row["status"] == "ok" for row in rows):
         notes.append("left out: all rows of the benchmark, of which none is ok")
-    time_memory = figures.Drawing(head_figures.head_time_memory(rows), {}, notes)
-    return {"head_time_memory": time_memory, "head_scaling": figures.Drawing(head_figures.head_scaling(rows), {})}
+    time_memory = Drawing(head_figures.head_time_memory(rows), {}, notes)
+    return {"head_time_memory": time_memory, "head_scaling": Drawing(head_figures.head_scaling(rows), {})}
 
 
-def save(drawings: dict[str, figures.Drawing], runs: list[dict], folder: Path) -> None:
+def save(drawings: dict[str, Drawing], runs: list[dict], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawing in drawings.items():
         for suffix in ("svg", "png") if drawing.chart else ():

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from logitless import processes
 from logitless.config import check_resumed_config
 from logitless.records import FILE_NAME
-from logitless.sweeper import identity
+from logitless.sweeps.sweeper import identity
 
 OVERRIDES = "overrides.yaml"
 

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 
 from logitless.records import FILE_NAME, append_line  # noqa: E402
-from logitless.sweeper import identity  # noqa: E402
+from logitless.sweeps.sweeper import identity  # noqa: E402
 
 TRAIN = OmegaConf.load(ROOT / "conf" / "train.yaml")
 SWEEPER = [entry for entry in TRAIN.defaults if "override hydra/sweeper" in entry]

@@ -10,11 +10,11 @@ from test_scripts import script
 from tiny import ROOT
 
 from kernels.reference import Objective
-from logitless import benchmark, peers
-from logitless.benchmark import Case, bench
-from logitless.measurements import MeasuredLogits
+from logitless.bench import benchmark, peers
+from logitless.bench.benchmark import Case, bench
+from logitless.bench.inputs import IGNORE, KINDS, Shape, make_gold, make_inputs, make_logits
+from logitless.bench.measurements import MeasuredLogits
 from logitless.memory import peak_bytes
-from logitless.problems import IGNORE, KINDS, Shape, make_gold, make_inputs, make_logits
 from logitless.records import append_line, read_records
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_gold_is_the_gold_of_the_tests():
 
 
 def test_gold_beyond_its_limit_is_fp32_and_says_so(monkeypatch):
-    monkeypatch.setattr("logitless.problems.FP64_LIMIT", 1000)
+    monkeypatch.setattr("logitless.bench.inputs.FP64_LIMIT", 1000)
     (row,) = bench([case()], ["eager fp32"])
     assert row["gold"] == "fp32"
 

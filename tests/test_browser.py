@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import made_up_runs
 import pytest
-import sweeps
 from tiny import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -47,8 +47,8 @@ def visit(request, chromium):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    sweeps.write_frontier(folder / "runs", 131072)
-    sweeps.write(folder / "runs" / "long", sweeps.record_of("naive", 64, peak_allocated_gib=3.0), 30)
+    made_up_runs.write_frontier(folder / "runs", 131072)
+    made_up_runs.write(folder / "runs" / "long", made_up_runs.record_of("naive", 64, peak_allocated_gib=3.0), 30)
     (folder / "runs" / "half").mkdir()
     (folder / "runs" / "half" / "record.jsonl").write_text('{"status": "o')
     command = [sys.executable, ROOT / "scripts" / "report.py", "runs", "--out", "out"]

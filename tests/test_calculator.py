@@ -10,9 +10,9 @@ from tiny import ROOT
 
 from kernels import plan
 from kernels.devices import DEVICES
-from logitless.page import calculator_page
+from logitless.report.page import calculator_page
 
-PLAN = (ROOT / "src" / "logitless" / "assets" / "plan.js").read_text("utf-8")
+PLAN = (ROOT / "src" / "logitless" / "report" / "assets" / "plan.js").read_text("utf-8")
 H200 = DEVICES["NVIDIA H200"]
 MIXED = [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")]
 EDGES = [

@@ -59,10 +59,10 @@ def test_random_combinations_of_one_file_a_group_compose():
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_loss_files_take_every_option_from_the_top_level_keys(name):
-    raw = OmegaConf.load(ROOT / "conf" / "loss" / f"{name}.yaml")
-    options = OmegaConf.to_container(raw, resolve=False)
+    loss = OmegaConf.to_container(compose(f"loss={name}"), resolve=False)["loss"]
+    assert loss["_target_"] == f"logitless.losses.{name}"
     for key in ("ignore_index", "label_smoothing", "z_loss", "softcap"):
-        assert options["objective"][key] == f"${{{key}}}"
+        assert loss["objective"][key] == f"${{{key}}}"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import pytest
 from tiny import ROOT
 
-from logitless import palette, panels
+from logitless.report import palette, panels
 
 # A server that knows who one is, and two runs.
 LOGGED_IN = """
@@ -69,7 +69,7 @@ Workspace.save = save
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the package's own
 def test_a_workspace_has_every_panel_and_only_runs_that_ended_ok_in_our_colors():
     pytest.importorskip("wandb_workspaces")
-    from logitless.workspace import workspace
+    from logitless.report.workspace import workspace
 
     tags = {"1a": ["naive"], "2b": ["mine", "fused"], "3c": ["mine"]}
     view = workspace("me", "logitless", tags)._to_model().model_dump(by_alias=True)["spec"]["section"]

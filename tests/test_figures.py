@@ -3,23 +3,32 @@
 import json
 from dataclasses import replace
 
+import made_up_runs
 import pytest
-import sweeps
 from tiny import ROOT
 
 from kernels.devices import DEVICES
-from logitless import curves, figures, frontier, head_figures, length_figures, lengths, palette, settings
 from logitless.footprint import peak_bytes
 from logitless.footprint_parts import Step
-from logitless.panels import PANELS
 from logitless.records import read_records
+from logitless.report import (
+    backends_figure,
+    frontier_figure,
+    head_figures,
+    length_figures,
+    lengths,
+    loss_figure,
+    palette,
+    settings,
+)
+from logitless.report.charts import labels_of, provenance_of_runs
 
 GIB = 2**30
 
 
 def run(backend: str, seq_len: int, chunk: int | None = None, **more) -> dict:
     name = f"{backend}-{seq_len}" + (f"-{chunk}" if chunk else "")
-    return sweeps.record_of(backend, seq_len, chunk, **({"run_dir": name, "peak_allocated_gib": 2.0} | more))
+    return made_up_runs.record_of(backend, seq_len, chunk, **({"run_dir": name, "peak_allocated_gib": 2.0} | more))
 
 
 def oom(backend: str, seq_len: int, chunk: int | None = None, **more) -> dict:
@@ -68,7 +77,7 @@ def test_peaks_are_lines_predictions_dashed_and_oom_a_cross_at_the_limit():
     (panel,) = panels_of(drawing.chart)
     predicted, measured = values_of(panel, "line")
     assert [(point["seq_len"], point["value"]) for point in measured] == [(1024, 2.0), (2048, 4.0)]
-    step = Step(sweeps.SMALL, DEVICES["NVIDIA H200"], 2048, 1, "bf16-mixed")
+    step = Step(made_up_runs.SMALL, DEVICES["NVIDIA H200"], 2048, 1, "bf16-mixed")
     by_length = {point["seq_len"]: point["value"] for point in predicted}
     assert by_length[2048] == peak_bytes(step, "naive") / GIB
     assert len(by_length) > 15
@@ -101,7 +110,7 @@ def test_without_a_limit_a_cross_stands_at_the_devices_memory_or_the_last_good_p
 def test_devices_limits_and_models_have_panels_of_their_own():
     cpu = {"device": "cpu (x86_64)", "precision": "32-true", "peak_live_tensor_gib": 1.0, "peak_allocated_gib": None}
     records = [run("naive", length, **facts) for length in (8, 16) for facts in ({}, cpu)]
-    wide = {"model": vars(replace(sweeps.SMALL, padded_vocab_size=131072))}
+    wide = {"model": vars(replace(made_up_runs.SMALL, padded_vocab_size=131072))}
     records += [run("naive", length, config=wide) for length in (8, 16)]
     for i, record in enumerate(records):
         record["run_dir"] = str(i)
@@ -121,7 +130,7 @@ def test_devices_limits_and_models_have_panels_of_their_own():
     [
         ({"backend": "liger"}, "only naive, inplace, fused"),
         ({"device": "an H900"}, "device an H900 is not among"),
-        ({"config": {"model": vars(replace(sweeps.SMALL, dropout=0.1))}}, "model.dropout=0.1"),
+        ({"config": {"model": vars(replace(made_up_runs.SMALL, dropout=0.1))}}, "model.dropout=0.1"),
         ({"config": {"z_loss": 0.1}}, "z_loss=0.1 is not counted"),
         ({"config": {"model": {"width": 3}}}, "TypeError"),
     ],
@@ -159,7 +168,7 @@ def test_what_is_not_whole_is_left_out_with_its_reason():
 
 def test_one_length_is_no_figure_of_lengths_and_beside_others_no_panel():
     records = [run("naive", 8), run("fused", 8, 4)]
-    drawn = [length_figures.peak_memory, length_figures.speed, frontier.frontier]
+    drawn = [length_figures.peak_memory, length_figures.speed, frontier_figure.frontier]
     assert [draw(records).chart for draw in drawn] == [None] * 3
     assert [draw(records).left_out for draw in drawn] == [{}] * 3
     records += [run("naive", length, batch_size=2, run_dir=str(length)) for length in (8, 16)]
@@ -171,7 +180,7 @@ def test_one_length_is_no_figure_of_lengths_and_beside_others_no_panel():
 
 def test_one_length_that_one_backend_cannot_is_a_figure():
     records = [run("naive", 8), oom("fused", 8, 4)]
-    for draw in (length_figures.peak_memory, length_figures.speed, frontier.frontier):
+    for draw in (length_figures.peak_memory, length_figures.speed, frontier_figure.frontier):
         assert draw(records).chart is not None
         assert draw(records).left_out == {}
 
@@ -196,28 +205,28 @@ def test_speed_is_that_of_whole_runs_and_an_oom_a_cross_at_zero():
     ],
 )
 def test_the_frontier_is_the_longest_that_trained_below_the_shortest_that_did_not(records, longest, too_long, words):
-    (found,) = frontier.bounds(records)[""]
+    (found,) = frontier_figure.bounds(records)[""]
     assert (found.longest, found.too_long, found._replace(filled_by="").in_words()) == (longest, too_long, words)
 
 
 def test_the_frontier_says_what_fills_the_memory():
     """On a GPU of 24 GiB, as measured: the logits of naive, the activations of fused."""
     records = read_records([ROOT / "docs" / "results" / "frontier_h200" / "131072"])
-    naive, _, fused = frontier.bounds(records)[""]
+    naive, _, fused = frontier_figure.bounds(records)[""]
     assert naive.in_words() == "11,520; out of memory at 12,544; head 73% of the peak"
     assert fused.in_words(naive.longest) == "50,432 (4.4x naive); out of memory at 55,040; blocks 82% of the peak"
-    dropout = run("naive", 16, config={"model": dict(vars(sweeps.SMALL)) | {"dropout": 0.1}})
-    assert frontier.bound_of([dropout]).filled_by == "", "which nobody predicted"
+    dropout = run("naive", 16, config={"model": dict(vars(made_up_runs.SMALL)) | {"dropout": 0.1}})
+    assert frontier_figure.bound_of([dropout]).filled_by == "", "which nobody predicted"
 
 
 def test_the_frontier_is_compared_with_that_of_naive_if_it_is_bounded():
     records = [run("naive", 8), oom("naive", 16), run("fused", 20, 4), oom("fused", 32, 4)]
-    bars = frontier.frontier(records).chart.to_dict()["data"]["values"]
+    bars = frontier_figure.frontier(records).chart.to_dict()["data"]["values"]
     assert [bar["words"][: bar["words"].rindex(";")] for bar in bars] == [
         "8; out of memory at 16",
         "20 (2.5x naive); out of memory at 32",
     ]
-    bars = frontier.frontier([record for record in records if record["seq_len"] != 16]).chart.to_dict()["data"][
+    bars = frontier_figure.frontier([record for record in records if record["seq_len"] != 16]).chart.to_dict()["data"][
         "values"
     ]
     assert [bar["words"][: bar["words"].rindex(";")] for bar in bars] == ["8; not bounded", "20; out of memory at 32"]
@@ -225,7 +234,7 @@ def test_the_frontier_is_compared_with_that_of_naive_if_it_is_bounded():
 
 def test_the_frontier_takes_three_steps_for_a_proof_and_names_contradictions():
     records = [run("naive", 16), run("naive", 32, steps=2, run_dir="short"), oom("naive", 8), oom("naive", 64)]
-    drawing = frontier.frontier(records)
+    drawing = frontier_figure.frontier(records)
     assert drawing.left_out == {"short": "ok after 2 steps, and 3 show that a length fits"}
     assert drawing.notes == ["naive: out of memory at 8 although 16 trained"]
     (bar,) = drawing.chart.to_dict()["data"]["values"]
@@ -236,16 +245,18 @@ def test_chunks_and_budgets_are_bars_of_their_own():
     records = [run("fused", length, chunk) for length in (8, 16) for chunk in (2, 4)]
     budget = {"loss": {"budget_mib": 100}}
     records += [run("fused", length, "auto", config=budget) for length in (8, 16)]
-    labels = [bound.label for bound in frontier.bounds(records)[""]]
+    labels = [bound.label for bound in frontier_figure.bounds(records)[""]]
     assert labels == ["fused, chunk=2", "fused, chunk=4", "fused, chunk=auto, budget 100 MiB"]
+    other = run("fused", 8, "auto", config={"loss": {"budget_mib": 200}}, run_dir="other")
+    assert labels_of([records[-1], other]) == [labels[-1], "fused, chunk=auto, budget 200 MiB"]
 
 
 def test_curves_are_those_of_whole_runs_of_one_length(tmp_path):
     records = [run("naive", 8, tokens=80), run("fused", 8, 4, tokens=80), run("naive", 16), oom("fused", 16, 4)]
     for record, n_points in zip(records, (20, 20, 3, 20), strict=True):
-        sweeps.write(tmp_path / record["run_dir"], record, n_points)
+        made_up_runs.write(tmp_path / record["run_dir"], record, n_points)
     records = read_records([tmp_path])
-    drawing = curves.training_loss(records)
+    drawing = loss_figure.training_loss(records)
     assert {run.rpartition("/")[2]: reason for run, reason in drawing.left_out.items()} == {
         "naive-16": "fewer than 10 points of training loss",
         "fused-16-4": "OOM at step 2, backward",
@@ -258,22 +269,24 @@ def test_curves_are_those_of_whole_runs_of_one_length(tmp_path):
 
 def test_long_curves_are_thinned_and_say_so(tmp_path):
     record = run("naive", 8)
-    sweeps.write(tmp_path / "long", record, 1500)
+    made_up_runs.write(tmp_path / "long", record, 1500)
     records = read_records([tmp_path])
-    drawing = curves.training_loss(records)
+    drawing = loss_figure.training_loss(records)
     train, _ = panels_of(drawing.chart)
     assert len(train["data"]["values"]) == 375
-    assert drawing.notes == figures.backends(records).notes == [f"one point of 4 is drawn of {tmp_path / 'long'}"]
-    assert len(json.dumps(figures.backends(records).chart.to_dict())) < 60_000
+    assert (
+        drawing.notes == backends_figure.backends(records).notes == [f"one point of 4 is drawn of {tmp_path / 'long'}"]
+    )
+    assert len(json.dumps(backends_figure.backends(records).chart.to_dict())) < 60_000
 
 
 def test_a_backend_has_one_colour_everywhere(tmp_path):
     for backend in ("naive", "fused"):
         for length in (8, 16):
-            sweeps.write(tmp_path / f"{backend}{length}", run(backend, length, run_dir=None), 20)
+            made_up_runs.write(tmp_path / f"{backend}{length}", run(backend, length, run_dir=None), 20)
     records = read_records([tmp_path])
-    charts = [length_figures.peak_memory(records), length_figures.speed(records), frontier.frontier(records)]
-    charts += [curves.training_loss(records), figures.backends([r for r in records if r["seq_len"] == 8])]
+    charts = [length_figures.peak_memory(records), length_figures.speed(records), frontier_figure.frontier(records)]
+    charts += [loss_figure.training_loss(records), backends_figure.backends([r for r in records if r["seq_len"] == 8])]
     for drawing in charts:
         text = json.dumps(drawing.chart.to_dict())
         for backend in ("naive", "fused"):
@@ -296,22 +309,17 @@ def test_lines_of_one_backend_have_marks_of_their_own():
 
 def test_many_commands_are_joined_into_one():
     records = [run("naive", length) for length in range(8, 16)]
-    subtitle = figures.provenance_of_runs("Title", records).subtitle
+    subtitle = provenance_of_runs("Title", records).subtitle
     assert subtitle[1:] == ["python scripts/train.py model=small loss=naive seq_len=8,...,15 memory_limit_gib=24"]
-    assert len(figures.provenance_of_runs("Title", records[:3]).subtitle) == 4
-
-
-def test_every_panel_has_a_figure():
-    assert {panel.figure for panel in PANELS} == {"training_loss", "peak_memory", "speed", "frontier"}
-    assert len({panel.title for panel in PANELS}) == len(PANELS)
+    assert len(provenance_of_runs("Title", records[:3]).subtitle) == 4
 
 
 def test_backends_is_drawn_for_runs_of_one_length_only(tmp_path):
     for length in (8, 16):
-        sweeps.write(tmp_path / str(length), run("naive", length), 20)
+        made_up_runs.write(tmp_path / str(length), run("naive", length), 20)
     records = read_records([tmp_path])
-    assert figures.backends(records).chart is None
-    assert figures.backends(records[:1]).chart is not None
+    assert backends_figure.backends(records).chart is None
+    assert backends_figure.backends(records[:1]).chart is not None
 
 
 def test_panels_are_those_of_settings_that_matter_for_memory():

@@ -15,8 +15,8 @@ from logitless.footprint import fits, longest, n_parameters, peak_bytes, peak_pa
 from logitless.footprint_parts import DTYPES, Step, head_plan
 from logitless.memory import GIB, LiveTensorMeter
 from logitless.model import GPT, GPTConfig
-from logitless.prediction import step_of
 from logitless.records import read_records
+from logitless.report.prediction import step_of
 
 H200, CPU = DEVICES["NVIDIA H200"], DEVICES["cpu"]
 SMALL = GPTConfig(12, 12, 768, 50304, "gelu", tied=True, head_bias=False, dropout=0.0)

@@ -2,8 +2,8 @@
 
 import json
 
-from logitless import head_figures
-from logitless.problems import KINDS
+from logitless.bench.inputs import KINDS
+from logitless.report import head_figures
 
 
 def row_of(n_tokens, vocab, width, method="ours", **more) -> dict:

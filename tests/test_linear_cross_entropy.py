@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import HAS_GPU
 from heads import (
     IGNORE,
     OBJECTIVES,
@@ -24,7 +25,7 @@ from heads import (
 from tiny import ROOT
 from torch import distributed
 
-from kernels import parts, reference
+from kernels import parts, reference, scaling
 from kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sums,
@@ -32,7 +33,6 @@ from kernels.linear_cross_entropy import (
     linear_logprobs,
 )
 from kernels.reference import Objective
-from kernels.scaling import scale
 
 
 def fused_sum(labels, objective=OBJECTIVES["plain"], chunk=4):
@@ -281,10 +281,19 @@ def test_scaling_is_in_place_where_the_dtype_stays(engine, source, target, facto
         pytest.skip("the interpreter's bf16 arithmetic is wrong")
     gradient = torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(getattr(torch, source))
     right, version = gradient.double() * factor, gradient._version
-    scaled = scale(gradient, torch.tensor(factor), getattr(torch, target))
+    scaled = scaling.scale(gradient, torch.tensor(factor), getattr(torch, target))
     assert relative_error(scaled, right) < {"float32": 1e-7, "bfloat16": 2**-8, "float16": 2**-11}[target]
     assert (scaled.data_ptr() == gradient.data_ptr()) == (source == target)
     assert (gradient._version > version) == (source == target)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on tensors of the CPU, in the interpreter")
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_over_the_gradient_itself_a_factor_of_one_writes_nothing(factor):
+    source, written = torch.ones(scaling.BLOCK), torch.zeros(scaling.BLOCK)
+    options = {"HAS_ROWS": False, "BLOCK": scaling.BLOCK, "BLOCKS": scaling.BLOCKS}
+    scaling._scale_kernel[(1,)](source, written, torch.tensor([factor]), scaling.BLOCK, IN_PLACE=True, **options)
+    assert written.unique().tolist() == [0.0 if factor == 1.0 else factor]
 
 
 # Log-probabilities and evaluations

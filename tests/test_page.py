@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
-import sweeps
+from made_up_runs import record_of
 
-from logitless import figures, page, run_table
+from logitless.report import page, run_table
+from logitless.report.charts import Drawing
 
 
 def cells_of(table: str) -> list[dict[str, str]]:
@@ -16,8 +17,8 @@ def cells_of(table: str) -> list[dict[str, str]]:
 
 
 def test_the_table_has_what_runs_differ_in_and_says_the_rest_once():
-    records = [sweeps.record_of("naive", 1024, peak_allocated_gib=2.5, config={"lr": 0.1, "memory_limit_gib": 24.0})]
-    records += [sweeps.record_of("fused", 512, 64, peak_allocated_gib=1.25, config={"lr": 0.2})]
+    records = [record_of("naive", 1024, peak_allocated_gib=2.5, config={"lr": 0.1, "memory_limit_gib": 24.0})]
+    records += [record_of("fused", 512, 64, peak_allocated_gib=1.25, config={"lr": 0.2})]
     for record in records:
         record["run_dir"] = "runs/x"
     table = run_table.table(records)
@@ -65,8 +66,8 @@ def test_a_partial_peak_is_called_one():
 
 
 def test_reasons_are_told_once_with_all_their_runs():
-    some = figures.Drawing(None, {"runs/1": "oom", "runs/2": "oom", "runs/3": "killed"})
-    drawings = {"a": some, "b": figures.Drawing(None, {"runs/3": "killed"}), "not drawn": figures.Drawing(None, {})}
+    some = Drawing(None, {"runs/1": "oom", "runs/2": "oom", "runs/3": "killed"})
+    drawings = {"a": some, "b": Drawing(None, {"runs/3": "killed"}), "not drawn": Drawing(None, {})}
     assert page.left_out_lines(drawings) == [
         "left out of a: 2 runs in runs (1, 2), oom",
         "left out: runs/3, killed",
@@ -74,9 +75,9 @@ def test_reasons_are_told_once_with_all_their_runs():
 
 
 def test_no_text_of_a_record_is_code():
-    record = sweeps.record_of("naive", 8, run_dir="</script><script>alert(1)</script>")
+    record = record_of("naive", 8, run_dir="</script><script>alert(1)</script>")
     record |= {"backend": "<img src=x>", "status": "<b>", "error": "<i>"}
-    drawing = figures.Drawing(None, {record["run_dir"]: "<u>"}, ["<s>"])
+    drawing = Drawing(None, {record["run_dir"]: "<u>"}, ["<s>"])
     text = page.page({"x": drawing}, [record])
     for tag in ("<img src=x", "<b>", "<i>x", "<u>", "<s>", "<script>alert"):
         assert tag not in text.replace("<i>V</i>", ""), tag

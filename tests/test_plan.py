@@ -138,6 +138,32 @@ def test_a_budget_is_kept_by_what_is_allocated(budget_mib, schedule, without_ari
         assert peak - gradients <= budget_mib * MIB
 
 
+def unreadable(rows: int, width: int, *, is_transposed: bool) -> torch.Tensor:
+    """[rows, width] bf16 which TMA cannot read: columns lie together, or it begins between multiples of 16 bytes."""
+    if is_transposed:
+        return torch.empty(width, rows, dtype=torch.bfloat16).t()
+    return torch.empty(rows * width + 1, dtype=torch.bfloat16)[1:].view(rows, width)
+
+
+@pytest.mark.parametrize("is_transposed", [True, False], ids=["transposed", "between"])
+@pytest.mark.parametrize("which", ["hidden", "weight"])
+def test_a_budget_is_kept_by_an_evaluation_that_the_epilogue_cannot_read(
+    which, is_transposed, without_arithmetic, monkeypatch
+):
+    monkeypatch.setattr("kernels.devices.present_device", lambda name: H200)
+    monkeypatch.setattr(gemm, "_has_instructions", lambda device: True)
+    module, (n, v, d), budget_mib = nn.Module(), (2048, 8192, 64), 3
+    for name, rows in (("hidden", n), ("weight", v)):
+        tensor = unreadable(rows, d, is_transposed=is_transposed)
+        module.register_buffer(name, tensor if name == which else tensor.contiguous().clone())
+    module.register_buffer("labels", torch.zeros(n, dtype=torch.int64))
+    meter = LiveTensorMeter(module)
+    before = meter.bytes
+    with meter:
+        linear_evaluation(module.hidden, module.weight, module.labels, Objective(), budget_mib=budget_mib)
+    assert meter.peak - before <= budget_mib * MIB
+
+
 def test_peaks_are_those_of_the_transient_and_the_returned_gradients():
     p = predict(Head(8192, 50304, 768, grads=(True, True, False)), H200, schedule="tokens", chunk=1024)
     assert p.peak_bytes - p.transient_bytes == 2 * 768 * (8192 + 50304)

@@ -8,8 +8,8 @@ import statistics
 import pytest
 from tiny import BACKENDS, ROOT
 
-from logitless import frontier, lengths, prediction
 from logitless.records import read_records
+from logitless.report import frontier_figure, lengths, prediction
 
 README = (ROOT / "README.md").read_text()
 
@@ -57,7 +57,7 @@ def frontier_runs() -> list[dict]:
 
 def test_the_table_of_longest_sequences_is_the_records():
     section = README[README.index("## Where out-of-memory starts") : README.index("## The lesson")]
-    panels = frontier.bounds(lengths.split(frontier_runs(), frontier.problem)[1])
+    panels = frontier_figure.bounds(lengths.split(frontier_runs(), frontier_figure.problem)[1])
     lines = re.findall(r"^\| (V = [^|]+) \| ([\d,]+) \| (.+) \| (.+) \|$", section, flags=re.M)
     words = {"V = 50,304": "V = 50304", "V = 131,072": "V = 131072"}
     words["V = 131,072, `model.checkpoint=true`"] = "V = 131072, activation checkpointing"
@@ -210,6 +210,6 @@ def test_every_target_and_file_it_names_exists():
 
 def test_its_tree_names_every_module():
     tree = README[README.index("## What is where") :]
-    modules = [*(ROOT / "kernels").glob("*.py"), *(ROOT / "src" / "logitless").glob("*.py")]
+    modules = [*(ROOT / "kernels").glob("*.py"), *(ROOT / "src").rglob("*.py")]
     names = [str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"]
     assert [name for name in names if f"    {name} " not in tree] == []

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from sweep_runs import job_dirs, rows, run, statuses
+from sweep_commands import job_dirs, rows, run, statuses
 from tiny import ROOT, overrides, read_curve, tiny, train
 
-from logitless import frontier, lengths
 from logitless.records import read_record, read_records
+from logitless.report import frontier_figure, lengths
 
 # The logits of 1024 tokens are 64 MiB. Naive needs two tensors like them in forward, which the limit of 118 MiB
 # forbids, and three in backward, which for 512 tokens it does not.
@@ -100,9 +100,9 @@ def test_fused_trains_longer_than_naive_and_the_report_finds_the_same_frontier_a
     naive, fused = rows(sweeps.search)
     assert naive[:4] == ["loss=naive", "512", "1024", "step 1, forward"]
     assert fused[:4] == ["loss=fused", "2048", "-", "-"]
-    left_out, records = lengths.split(read_records([sweeps.folder / "sweep"]), frontier.problem)
+    left_out, records = lengths.split(read_records([sweeps.folder / "sweep"]), frontier_figure.problem)
     assert left_out == {}
-    (found,) = frontier.bounds(records).values()
+    (found,) = frontier_figure.bounds(records).values()
     assert [(bound.backend, bound.longest, bound.too_long) for bound in found] == [
         ("naive", 512, 1024),
         ("fused", 2048, None),

@@ -231,7 +231,7 @@ def test_a_finished_run_resumed_without_more_steps_keeps_its_results(tmp_path):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_run_leaves_one_line_of_facts_and_its_curves(name, tmp_path):
+def test_a_run_leaves_its_facts_and_its_curves(name, tmp_path):
     config = tiny(tmp_path, f"loss={name}", "chunk=7", "max_steps=5", "val_every=2")
     returned = train(config, tmp_path / "run")
     record = read_record(tmp_path / "run")

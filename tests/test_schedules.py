@@ -85,6 +85,24 @@ def test_a_gradient_that_arrives_strided_or_expanded_is_read_right(schedule, eng
             assert relative_error(gradient, right[name]) < 1e-5
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=needs_interpreter)])
+@every_schedule
+def test_no_upstream_gradient_of_an_ignored_token_reaches_anything(schedule, is_fused, number, monkeypatch):
+    """As of losses that are divided by a count of tokens, which is 0 there."""
+    monkeypatch.setattr(row_kernels, "runs_triton", lambda tensor: is_fused)
+    hidden, weight, _, labels = make_head(7, 33, 8)
+    labels[2] = -100
+    results = []
+    for upstream_of_ignored in (0.0, number):
+        upstream = torch.linspace(-1, 2, 7)
+        upstream[2] = upstream_of_ignored
+        leaves, losses = leaves_and_loss((hidden, weight, None, labels), schedule=schedule, reduction="none")
+        results.append(torch.autograd.grad(losses, leaves, upstream))
+    for ours, right in zip(*results, strict=True):
+        assert torch.equal(ours, right)
+
+
 @every_schedule
 def test_the_cross_entropy_beside_the_loss_is_plain_and_has_no_gradient(schedule, engine):
     hidden, weight, _, labels = make_head(7, 33, 8)

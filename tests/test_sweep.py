@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sweep_runs import APP, alive, await_end, await_line, job_dirs, rows, run, start, statuses
+from sweep_commands import APP, alive, await_end, await_line, job_dirs, rows, run, start, statuses
 
 from hydra_plugins.grid_sweeper import GridSweeper
-from logitless import processes, sweep
+from logitless import processes
 from logitless.records import append_line, read_record
+from logitless.sweeps import sweep
 
 AFTER = "before it was done, after: hello from 2048"
 WAYS = {  # how a job ends: its status, what its row says, the exit code that its record got from the sweep

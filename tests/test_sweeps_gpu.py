@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from sweep_runs import job_dirs, rows, run, statuses
+from sweep_commands import job_dirs, rows, run, statuses
 from tiny import ROOT, compose, overrides
 
 from kernels.devices import DEVICES

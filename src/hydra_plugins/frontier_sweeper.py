@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Override
 
-from logitless import sweep
 from logitless.config import COUNT
-from logitless.records import place
-from logitless.sweep import Overrides
-from logitless.sweeper import FreshProcessSweeper, jobs_of
+from logitless.records import ENOUGH_STEPS, place
+from logitless.sweeps import sweep
+from logitless.sweeps.sweep import Overrides
+from logitless.sweeps.sweeper import FreshProcessSweeper, jobs_of
 
 KEY = "seq_len"
-STEPS = 3  # what runs out of memory at step 2 does not fit: the optimizer's state is allocated at the end of step 1
-SHORT = {"max_steps": STEPS, "val_every": STEPS, "val_batches": 1, "log_every": 1, "checkpoint_every": "null"}
+SHORT = {"max_steps": ENOUGH_STEPS, "val_every": ENOUGH_STEPS}
+SHORT |= {"val_batches": 1, "log_every": 1, "checkpoint_every": "null"}
 
 
 @dataclass
@@ -93,8 +93,8 @@ class FrontierSweeper(FreshProcessSweeper):
         searches = []
         for job in jobs:
             config = self.hydra_context.config_loader.load_sweep_config(self.config, [*job, *short])
-            if config.max_steps < STEPS:
-                raise ValueError(f"max_steps={config.max_steps} must be at least {STEPS}: less tells not what fits")
+            if config.max_steps < ENOUGH_STEPS:
+                raise ValueError(f"max_steps={config.max_steps} must be at least {ENOUGH_STEPS} to show what fits")
             label = " ".join(job[i] for i in positions)
             start = self._round(config[KEY] if self.start is None else self.start)
             searches.append(Search((*job, *short), label or "this configuration", start))
@@ -146,6 +146,6 @@ def frontier_table(searches: list[Search]) -> str:
             last += f"; at {search.lengths['error']} {sweep.result(search.records['error'])}"
         elif not search.is_done:
             last += "; not finished"
-        ran_out = (place(bad).removeprefix(" at ") or "OOM") if bad else "-"
+        ran_out = (place(bad) or "OOM") if bad else "-"
         rows.append([search.label, longest, str(search.lengths.get("oom", "-")), ran_out, last])
     return sweep.table(rows)

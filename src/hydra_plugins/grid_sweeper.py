@@ -2,10 +2,10 @@
 
 from hydra.core.override_parser.types import Override
 
-from logitless import sweep
 from logitless.records import RESULTS
-from logitless.sweep import Overrides
-from logitless.sweeper import FreshProcessSweeper, jobs_of
+from logitless.sweeps import sweep
+from logitless.sweeps.sweep import Overrides
+from logitless.sweeps.sweeper import FreshProcessSweeper, jobs_of
 
 
 class GridSweeper(FreshProcessSweeper):

@@ -123,7 +123,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 @contextmanager
-def former_signal_handlers() -> Iterator[None]:
+def restoring_signal_handlers() -> Iterator[None]:
     """Gives the handlers of SIGTERM and SIGINT back at the end."""
     former = {number: signal.getsignal(number) for number in STOPS}
     try:
@@ -190,6 +190,7 @@ class Checkpoints(Checkpoint):
         self._step = trainer.global_step
         self.heed_signals()
         n_batches = self._step * trainer.accumulate_grad_batches
+        # The validation that is due at this step ended with the former run, and Lightning would not repeat it.
         if self._step and module.validated_step != self._step and n_batches % trainer.val_check_batch == 0:
             validation = trainer.fit_loop.epoch_loop.val_loop
             validation.restarting, trainer.validating = False, True
@@ -200,7 +201,7 @@ class Checkpoints(Checkpoint):
         self.heed_signals()
 
     def heed_signals(self) -> None:
-        """Replaces Lightning's handler of SIGTERM, which would talk to the other ranks from inside a signal."""
+        """Takes SIGTERM and SIGINT, the former from Lightning, which would talk to other ranks from inside a signal."""
         if threading.current_thread() is threading.main_thread():
             for number in STOPS:
                 signal.signal(number, self._on_signal)

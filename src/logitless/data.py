@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from logitless.sources import Source
 from logitless.tokenizer import END_OF_TEXT, encode_texts, from_hub, train_bpe
 
+# A part of the cache's key: to be changed whenever what is cached changes.
 LAYOUT = "end-of-text before, between and after documents; counted"
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from kernels import devices
 from logitless import memory, ranks
 from logitless.callbacks import PeakMemory, Position, ProgressBar, Throughput
-from logitless.checkpoints import Checkpoints, WholeFiles, former_signal_handlers, step_of
+from logitless.checkpoints import Checkpoints, WholeFiles, restoring_signal_handlers, step_of
 from logitless.data import Corpus, TextData
 from logitless.generation import complete
 from logitless.job import Job
@@ -68,7 +68,7 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
         close(record | so_far() | place() | failure)
 
     try:
-        with former_signal_handlers(), meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
+        with restoring_signal_handlers(), meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=job.checkpoint, weights_only=True)
             checkpoints.heed_signals()  # Lightning has restored the former handler
             if module.validated_step != trainer.global_step:

@@ -16,7 +16,7 @@ from logitless.model import GPT, GPTConfig
 
 
 class DivergedError(ArithmeticError):
-    """A run whose loss is not finite."""
+    """A run whose loss or norm of the gradient is not finite."""
 
 
 class LanguageModel(pl.LightningModule):
@@ -209,7 +209,7 @@ class LanguageModel(pl.LightningModule):
     def _numbered_by_module(self, state: dict) -> dict:
         """An optimizer's state with its parameters numbered as the module has them, not the optimizer.
 
-        So are those of sharded runs, which read no other. A run that is not sharded reads both.
+        Sharded runs number them so, and can read no other numbering; a run that is not sharded reads both.
         """
         number = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         groups = self.optimizers(use_pl_optimizer=False).param_groups

@@ -19,7 +19,7 @@ GEMMS = {"aten::mm", "aten::addmm"}
 # The first that is found in an operator's name, its kernel's, or those of the operators that called it.
 BY_NAME = {
     "communication": r"nccl|gloo|c10d|all_?gather|reduce_?scatter|all_?reduce",
-    "optimizer, clipping": r"_fused_adamw|_foreach|linalg_vector_norm",  # not its step, which Lightning trains in
+    "optimizer, clipping": r"_fused_adamw|_foreach|linalg_vector_norm",  # Lightning trains inside of its step
     "head, loss": r"logitless::|log_softmax|logsoftmax|nll_?loss",
     "attention": r"scaled_dot_product|_flash_attention|_efficient_attention|_cudnn_attention",
     "embedding": r"embedding|index_put",
@@ -51,7 +51,7 @@ class StepProfile(pl.Callback):
             self.last_step = min(trainer.global_step + 1 + N_STEPS, trainer.max_steps)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        if self._profile is None and trainer.global_step == self._first_step():
+        if self._profile is None and trainer.global_step == self._steps_before():
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if module.device.type == "cuda" else [])]
             self._profile = profile(activities=activities, record_shapes=True)
             with silent_stderr():
@@ -67,12 +67,12 @@ class StepProfile(pl.Callback):
         n_steps = trainer.global_step - self._first
         spent = microseconds(self._profile.events(), self.model)
         self.milliseconds = {part: value / 1e3 / n_steps for part, value in spent.items()}
-        self._profile = profile()  # the other one, a circle, holds on to parameters, which FSDP may want to swap
+        self._profile = profile()  # the other one, in a cycle, holds on to parameters, which FSDP may swap
         gc.collect()
         self.milliseconds["idle"] = max(1e3 * seconds / n_steps - sum(self.milliseconds.values()), 0.0)
 
-    def _first_step(self) -> int:
-        """How many steps come before: at least the first, which compiles, unless it is the only one."""
+    def _steps_before(self) -> int:
+        """How many steps are not profiled: at least the first, which compiles, unless it is the only one."""
         return max(self.last_step - N_STEPS, min(self.last_step - 1, 1))
 
     @staticmethod

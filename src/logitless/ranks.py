@@ -150,7 +150,8 @@ class Watch:
     def failure(self) -> dict | None:
         """The facts of another rank's failure: what it reported, or how it ended; None if all are well.
 
-        One that is out of memory goes before one that was killed, and this before those that have lost it.
+        Where several failed: one that ran out of memory, else one that was killed, else the first to report. The others
+        have only lost their connection to it.
         """
         reports = reported_failures(self.run_dir)
         told = {report["failed_rank"] for report in reports}

@@ -1,7 +1,8 @@
 """Records: facts of a run as lines of JSON in record.jsonl of the run's folder; and the reader of many.
 
-A run appends a line with status "started" when it starts and one with "ok", "oom" or "error" when it ends. The last
-line is its record: a run that was killed leaves "started", until the sweep that it belonged to says how it ended.
+A run appends a line with status "started" when it starts and one with "ok", "oom", "stopped" (by a signal) or "error"
+when it ends. The last line is its record: a run that was killed leaves "started", until the sweep that it belonged to
+says how it ended.
 """
 
 import json
@@ -25,6 +26,7 @@ PACKAGES = ("triton", "lightning", "hydra-core", "wandb", "tokenizers")
 # Of training steps from the second on, in GiB: a GPU's, and a CPU's; with "cold_" before it that of the first.
 PEAKS = {"peak_allocated_gib": "Peak allocated", "peak_live_tensor_gib": "Peak of live tensors"}
 RESULTS = ("ok", "oom")  # the statuses of runs that tell what their configuration does
+ENOUGH_STEPS = 3  # for a length to fit: AdamW's states come at the end of step 1, and many an out-of-memory in step 2
 
 
 def new_record(config: dict, device: "torch.device") -> dict:
@@ -123,15 +125,19 @@ def outcome(record: dict) -> str:
     if status == "ok":
         return f"ok after {record.get('steps', 0)} steps"
     if status == "oom":
-        return f"OOM{place(record)}"
+        return "OOM" + _at_place(record)
     error = str(record.get("error") or "").strip().partition("\n")[0]
-    return f"{status}{place(record)}{f': {error}' if error else ''}"
+    return f"{status}{_at_place(record)}{f': {error}' if error else ''}"
 
 
 def place(record: dict) -> str:
-    """` at step 2, backward`, or nothing if training had not begun."""
+    """`step 2, backward`, or nothing if training had not begun."""
     step, phase = record.get("step"), record.get("phase")
-    return f" at step {step}, {phase}" if step is not None and phase else ""
+    return f"step {step}, {phase}" if step is not None and phase else ""
+
+
+def _at_place(record: dict) -> str:
+    return f" at {found}" if (found := place(record)) else ""
 
 
 def lacks(record: dict, kinds: dict[str, type]) -> list[str]:

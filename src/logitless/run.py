@@ -33,8 +33,8 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str
         sweep_dir: the folder of the sweep that the run belongs to, which W&B groups its runs by; None for a single run.
 
     Raises:
-        Exception: what made the run fail, after its record was written with status "oom" or "error" and, for the
-            latter, its traceback in `run_dir`/traceback.txt.
+        BaseException: what ended the run, after its record was written with status "oom", "stopped" (by a signal) or
+            "error" and, for the last, its traceback in `run_dir`/traceback.txt.
     """
     config, loss = job.config, job.loss
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from logitless.records import FILE_NAME, PEAKS, RESULTS, append_line, outcome, r
 
 OUTPUT = "output.txt"  # what a job printed
 LOCK = ".lock"
-FINAL = (*RESULTS, "error")
+FINAL = (*RESULTS, "error")  # not "stopped", with which a job is to be repeated
 TAIL_BYTES = 4096
 MOST_LINES = 5  # of an error
 SIGNALS = {number.value: number.name for number in signal.Signals}

@@ -3,11 +3,10 @@
 import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 
-from logitless import palette
-from logitless.panels import AXES, FILTERS, PANELS, Panel
+from logitless.report import palette
+from logitless.report.panels import AXES, FILTERS, PANELS, Panel
 
-# A run's config is its whole configuration, in which the backend is the function that computes the loss.
-GROUPS = {"backend": "loss._target_"}
+BACKEND = "loss._target_"  # in a run's config, which is its whole configuration
 
 
 def workspace(entity: str, project: str, tags: dict[str, list[str]]) -> workspaces.Workspace:
@@ -33,7 +32,7 @@ def _panel(panel: Panel) -> reports.LinePlot | reports.ScatterPlot | reports.Bar
         titles = {"title_x": AXES[panel.x], "title_y": panel.unit}
         return reports.LinePlot(title=panel.title, x=panel.x, y=[panel.y], **titles)
     if panel.kind == "bars":
-        group = {"groupby": reports.Config(GROUPS[panel.group]), "groupby_aggfunc": "max"}
+        group = {"groupby": reports.Config(BACKEND), "groupby_aggfunc": "max"}
         lengths = [reports.SummaryMetric(panel.x)]
         return reports.BarPlot(title=panel.title, metrics=lengths, title_x=AXES[panel.x], **group)
     x, y = reports.SummaryMetric(panel.x), reports.SummaryMetric(panel.y)

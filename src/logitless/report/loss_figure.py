@@ -5,8 +5,8 @@ import textwrap
 
 import altair as alt
 
-from logitless import palette, settings
-from logitless.figures import (
+from logitless.report import palette, settings
+from logitless.report.charts import (
     ENOUGH_POINTS,
     FACTS,
     TOO_SHORT,
@@ -19,7 +19,7 @@ from logitless.figures import (
     thinned,
     thinning_notes,
 )
-from logitless.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
+from logitless.report.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
 
 MOST_PANELS = 4
 WIDTH, HEIGHT = 380, 240  # pixels of a panel
@@ -79,9 +79,9 @@ def _panel(panel: Panel, curves: dict[str, list[dict]], backends: list[str], wor
         .encode(
             x=alt.X(f"{panel.x}:Q", title=AXES[panel.x], axis=alt.Axis(format="~s")),
             y=alt.Y("loss:Q", title=panel.y_title(), scale=alt.Scale(zero=False)),
-            color=alt.Color("label:N", title=panel.group, scale=color),
-            strokeDash=alt.StrokeDash("label:N", title=panel.group, scale=dash),
-            tooltip=[alt.Tooltip("label:N", title=panel.group), alt.Tooltip(f"{panel.x}:Q", format=",d"), "loss:Q"],
+            color=alt.Color("label:N", title="backend", scale=color),
+            strokeDash=alt.StrokeDash("label:N", title="backend", scale=dash),
+            tooltip=[alt.Tooltip("label:N", title="backend"), alt.Tooltip(f"{panel.x}:Q", format=",d"), "loss:Q"],
         )
         .properties(width=WIDTH, height=HEIGHT, title=title)
     )

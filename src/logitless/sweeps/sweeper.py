@@ -26,11 +26,12 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from logitless import processes, sweep
+from logitless import processes
 from logitless.records import FILE_NAME
-from logitless.sweep import Overrides
+from logitless.sweeps import sweep
+from logitless.sweeps.sweep import Overrides
 
-SOURCE = Path(__file__).resolve().parent.parent
+SOURCE = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130
 OF_THE_SWEEP = ("mode", "run.", "sweep.", "sweeper", "launcher", "job.num", "job.id")  # below hydra: not for its jobs
 
@@ -101,7 +102,11 @@ class FreshProcessSweeper(Sweeper):
         given = {"--config-path": flags.config_path, "--config-name": flags.config_name, "--config-dir": config_dir}
         script = [sys.executable, os.path.abspath(sys.argv[0])]
         script += [f"{flag}={value}" for flag, value in given.items() if value is not None]
-        overrides = tuple(o for o in config.hydra.overrides.hydra if not o.lstrip("+~")[6:].startswith(OF_THE_SWEEP))
+        overrides = tuple(
+            o
+            for o in config.hydra.overrides.hydra
+            if not o.lstrip("+~").removeprefix("hydra.").startswith(OF_THE_SWEEP)
+        )
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context,
             task_function=FreshProcess(tuple(script), overrides, self.grace_s),

@@ -5,13 +5,14 @@ import textwrap
 
 import altair as alt
 
-from logitless import palette
-from logitless.figures import Drawing, provenance_of_runs
 from logitless.footprint import GIB
-from logitless.lengths import label_of, panels, problem, split, titled
-from logitless.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
-from logitless.prediction import predicted_peaks
 from logitless.records import is_positive, outcome
+from logitless.report import palette
+from logitless.report.charts import Drawing, provenance_of_runs
+from logitless.report.lengths import panels, problem, split, titled
+from logitless.report.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
+from logitless.report.prediction import predicted_peaks
+from logitless.report.settings import label_of
 
 WIDTH, HEIGHT, COLUMNS = 380, 280, 2  # pixels of a panel, panels in a row
 ROOM = 1.15  # before the first and behind the last length, as a factor
@@ -33,7 +34,7 @@ def peak_memory(records: list[dict]) -> Drawing:
     for words, runs in panels(records).items():
         panel = _peak_of(runs[0])
         limit = next((limit for run in runs if (limit := _limit(run)) is not None), None)
-        dashed, reasons = predicted_peaks(runs, label_of)
+        dashed, reasons = predicted_peaks(runs)
         n_dashed += len(dashed)
         if limit and isinstance(meaning := runs[0].get("memory_limit"), str):
             notes.append(f"limit of {runs[0]['memory_limit_gib']:g} GiB: {meaning}")

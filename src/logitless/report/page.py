@@ -10,10 +10,10 @@ from importlib import resources
 
 import vl_convert
 
-from logitless import run_table
-from logitless.figures import Drawing
+from logitless.report import run_table
+from logitless.report.charts import Drawing
 
-ASSETS = resources.files("logitless") / "assets"
+ASSETS = resources.files("logitless.report") / "assets"
 DRAW = """
 for (const [name, spec] of Object.entries(SPECS)) vegaEmbed(`#${name}`, spec, {actions: false, renderer: "svg"});
 """

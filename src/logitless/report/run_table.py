@@ -4,9 +4,9 @@ import html
 import math
 from collections.abc import Iterable
 
-from logitless import settings
-from logitless.panels import PEAK_PANELS, Panel
 from logitless.records import outcome
+from logitless.report import settings
+from logitless.report.panels import PEAK_PANELS, Panel
 
 FIRST = ("backend", "chunk", "seq_len")  # columns
 RESULTS = ("tokens/s", "training loss (nats a token)", "validation loss (nats a token)")

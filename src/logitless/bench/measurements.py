@@ -23,9 +23,9 @@ from torch import Tensor
 
 from kernels import row_kernels
 from kernels.reference import Objective, Rows
+from logitless.bench.inputs import Inputs, make_gold, relative_error
+from logitless.bench.peers import Loss
 from logitless.memory import peak_bytes
-from logitless.peers import Loss
-from logitless.problems import Inputs, make_gold, relative_error
 
 MIB = 2**20
 SPIN_CYCLES = 2_000_000  # a millisecond

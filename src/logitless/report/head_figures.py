@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import altair as alt
 
-from logitless import palette
-from logitless.figures import provenance
 from logitless.records import lacks
+from logitless.report import palette
+from logitless.report.charts import provenance
 
 AXES = {"n_tokens": "tokens N", "vocab": "vocabulary V", "width": "width D"}
 CASE = ("inputs", "dtype", "weight_dtype", "device")

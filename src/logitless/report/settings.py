@@ -63,6 +63,11 @@ def in_words(settings: Settings, keys: Iterable[str]) -> str:
     )
 
 
+def label_of(record: dict) -> str:
+    """The name of a line: `fused, chunk=1024`."""
+    return in_words(settings_of(record), BACKEND)
+
+
 def alike(records: list[dict], ignored: tuple[str, ...]) -> dict[str, list[dict]]:
     """The runs that differ in what is ignored only, by what they alone have in common, small numbers first.
 

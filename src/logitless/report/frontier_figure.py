@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import altair as alt
 
-from logitless import lengths, palette, prediction
-from logitless.figures import Drawing, provenance_of_runs
-from logitless.panels import AXES, FRONTIER
+from logitless.records import ENOUGH_STEPS
+from logitless.report import lengths, palette, prediction
+from logitless.report.charts import Drawing, provenance_of_runs
+from logitless.report.panels import AXES, FRONTIER
+from logitless.report.settings import label_of
 
-ENOUGH_STEPS = 3  # an out-of-memory in step 2 is one still
 PARTS = {"states": "weights and optimizer", "blocks": "blocks", "head": "head"}  # of `footprint.Parts`
 CONTEXT_GIB = 1.0  # of a GPU's memory that its own context and driver may hold when a run starts
 BAR, WIDTH = 26, 680  # pixels
@@ -48,7 +49,7 @@ def bound_of(records: list[dict]) -> Bound:
     longest = max(fitting, default=None)
     beyond = [length for length in failing if longest is None or length > longest]
     contradiction = min(set(failing) - set(beyond), default=None)
-    label, backend = lengths.label_of(records[0]), records[0]["backend"]
+    label, backend = label_of(records[0]), records[0]["backend"]
     largest = prediction.largest_part(fitting[longest]) if fitting else None
     filled_by = f"{PARTS[largest[0]]} {largest[1]:.0%} of the peak" if largest else ""
     return Bound(label, backend, longest, min(beyond, default=None), contradiction, filled_by)
@@ -68,7 +69,7 @@ def bounds(records: list[dict]) -> dict[str, list[Bound]]:
     for words, runs in lengths.panels(records).items():
         lines = {}
         for record in runs:
-            lines.setdefault(lengths.label_of(record), []).append(record)
+            lines.setdefault(label_of(record), []).append(record)
         found[words] = [bound_of(line) for line in lines.values()]
     return found
 

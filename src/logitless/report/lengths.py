@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from logitless import palette, settings
-from logitless.figures import FACTS
 from logitless.records import RESULTS, lacks, outcome
+from logitless.report import palette, settings
+from logitless.report.charts import FACTS
 
 NEEDED = {key: kind for key, kind in FACTS.items() if key != "curves"} | {"seq_len": int}
 
@@ -45,12 +45,7 @@ def _any_oom(runs: list[dict]) -> bool:
 
 
 def _place(record: dict) -> tuple[int, str, int]:
-    return palette.rank(record["backend"]), label_of(record), record["seq_len"]
-
-
-def label_of(record: dict) -> str:
-    """The name of a line: `fused, chunk=1024`."""
-    return settings.in_words(settings.settings_of(record), settings.BACKEND)
+    return palette.rank(record["backend"]), settings.label_of(record), record["seq_len"]
 
 
 def panels(records: list[dict]) -> dict[str, list[dict]]:

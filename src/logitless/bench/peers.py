@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.cross_entropy import cross_entropy
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_evaluation
 from kernels.reference import Objective
-from logitless.problems import DTYPES, IGNORE
+from logitless.bench.inputs import DTYPES, IGNORE
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

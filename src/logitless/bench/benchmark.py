@@ -15,9 +15,9 @@ import torch
 from kernels import devices, plan
 from kernels.linear_cross_entropy import linear_cross_entropy
 from logitless import memory
-from logitless.measurements import LOGITS_KERNELS, MeasuredHead, MeasuredLogits, copy_gb_per_s
-from logitless.peers import FAMILIES, Family, Loss, chosen, evaluation
-from logitless.problems import DTYPES, Shape, make_inputs, make_logits
+from logitless.bench.inputs import DTYPES, Shape, make_inputs, make_logits
+from logitless.bench.measurements import LOGITS_KERNELS, MeasuredHead, MeasuredLogits, copy_gb_per_s
+from logitless.bench.peers import FAMILIES, Family, Loss, chosen, evaluation
 from logitless.records import new_record, package_version
 
 INPUT_SETS = 2

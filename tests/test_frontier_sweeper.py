@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_runs import alive, await_line, job_dirs, rows, run, start, statuses
+from sweep_commands import alive, await_line, job_dirs, rows, run, start, statuses
 
 from hydra_plugins.frontier_sweeper import FrontierSweeper, Search
-from logitless import sweep
+from logitless.sweeps import sweep
 
 
 def search(limit: int, start: int = 1024, resolution: float = 0.1, multiple: int = 128, longest: int = 2**20):

@@ -1,17 +1,17 @@
 """What `footprint` predicts of the runs in records, at many lengths."""
 
-from collections.abc import Callable
 from itertools import pairwise
 
 from kernels.devices import DEVICES, Device
 from logitless.footprint import BACKENDS, GIB, peak_bytes, peak_parts
 from logitless.footprint_parts import Step
+from logitless.report.settings import label_of
 
 POINTS = 24  # of a predicted line
 OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "accumulate": 1}
 
 
-def predicted_peaks(runs: list[dict], label_of: Callable[[dict], str]) -> tuple[list[dict], dict[str, str]]:
+def predicted_peaks(runs: list[dict]) -> tuple[list[dict], dict[str, str]]:
     """Points of the predicted line of each label among `runs`, and by label why there is none."""
     sizes = sorted({run["seq_len"] for run in runs})
     lengths = _between(sizes)
