@@ -18,7 +18,7 @@ train: install  ## train the default model
 	$(BIN)/python scripts/train.py loss=fused chunk=1024
 
 test: install  ## run the whole suite; tests that need a GPU say that they were skipped
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: install  ## check style and format
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ def sums(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest):
     """
     *options, factor = rest
     gradients = parts.empty_gradients(hidden, weight, bias, wanted, chunk, compute_dtype)
-    head, objective = _cast(hidden, weight, bias, compute_dtype), Objective(*options)
+    head, objective = cast(hidden, weight, bias, compute_dtype), Objective(*options)
     if not any(wanted):
         rows, missing = schedules.row_results(head, labels, objective, chunk), factor
     else:
@@ -65,7 +65,7 @@ def _scale_gradients(ctx, dloss, *_):
     refuse_double_backward()
     if dloss is None:  # what comes after the loss has no gradient
         return None, None, None, *NO_GRADIENTS
-    _refuse_second_backward(ctx)
+    refuse_second_backward(ctx)
     *gradients, missing = ctx.saved_tensors
     scaled = (
         scaling.scale(gradient, missing * dloss, dtype) if is_wanted else None
@@ -74,7 +74,7 @@ def _scale_gradients(ctx, dloss, *_):
     return *scaled, *NO_GRADIENTS
 
 
-def _refuse_second_backward(ctx) -> None:
+def refuse_second_backward(ctx) -> None:
     if ctx.is_used:
         raise RuntimeError("linear_cross_entropy hands its gradients over at the first backward: call it again")
     ctx.is_used = True
@@ -94,7 +94,7 @@ def per_token(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest)
     With schedule "vocab" also dhidden, if wanted, for upstream gradients of 1.
     """
     *options, schedule = rest
-    head, objective = _cast(hidden, weight, bias, compute_dtype), Objective(*options)
+    head, objective = cast(hidden, weight, bias, compute_dtype), Objective(*options)
     if schedule != "vocab" or not wanted[0]:
         return *schedules.row_results(head, labels, objective, chunk), hidden.new_empty(0)
     dhidden = _dhidden_buffer(hidden, weight, compute_dtype)
@@ -128,7 +128,7 @@ def _per_token_backward(dlosses, row_max, log_sum, hidden, weight, bias, labels,
     """The gradients that forward did not make, for the upstream gradients `dlosses` [N], in the inputs' dtypes."""
     *options, schedule = rest
     gradients, size = _backward_buffers(hidden, weight, bias, compute_dtype, chunk, wanted, schedule)
-    head, upstream = _cast(hidden, weight, bias, compute_dtype), parts.Upstream(row_max, log_sum, dlosses)
+    head, upstream = cast(hidden, weight, bias, compute_dtype), parts.Upstream(row_max, log_sum, dlosses)
     run = schedules.vocab_slabs if schedule == "vocab" else schedules.token_chunks_backward
     run(head, labels, Objective(*options), size, gradients, upstream)
     return _without_none(_to_input_dtypes(gradients, hidden, weight, bias), hidden)
@@ -163,7 +163,7 @@ def _compute_again(ctx, dlosses, *_):
         return None, None, None, *NO_GRADIENTS
     _, _, wanted, *_, schedule = ctx.options
     if schedule == "vocab" and wanted[0]:
-        _refuse_second_backward(ctx)
+        refuse_second_backward(ctx)
     row_max, log_sum, dhidden, *inputs = ctx.saved_tensors
     dlosses = dlosses.contiguous()
     gradients = [None, None, None]
@@ -186,7 +186,7 @@ def evaluate(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *option
     """Sums over the kept tokens: loss, cross-entropy, lse, right guesses, entropy; each [] fp32."""
     objective = Objective(*options)
     entropies = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    head = _cast(hidden, weight, bias, compute_dtype)
+    head = cast(hidden, weight, bias, compute_dtype)
     rows = schedules.row_results(head, labels, objective, chunk, entropies)
     kept = labels != objective.ignore_index
     lse = torch.where(rows.losses.isnan(), rows.losses, rows.row_max + rows.log_sum).masked_fill(~kept, 0.0)
@@ -209,7 +209,7 @@ sums.register_vmap(_refuse_vmap)
 per_token.register_vmap(_refuse_vmap)
 
 
-def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
+def cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Head:
     return Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous())
 
 

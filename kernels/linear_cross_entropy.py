@@ -191,7 +191,7 @@ def _plan(
     """The schedule, and what `head_ops.SCHEMA` lists, checked."""
     _check(hidden, weight, labels, bias)
     plan.check_limits(chunk, budget_mib, schedule)
-    dtype = _compute_dtype(hidden, weight, bias)
+    dtype = compute_dtype(hidden, weight, bias)
     wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
     if chunk != "auto" and budget_mib is None:
         schedule = "tokens" if schedule == "auto" else schedule
@@ -234,7 +234,7 @@ def _choose(device: str, *facts) -> tuple[str, int]:
     return chosen.schedule, chosen.chunk
 
 
-def _compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+def compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """Autocast's, or else the one that all have."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)

@@ -2,7 +2,8 @@
 
     python scripts/dashboard.py --entity my-team --project logitless
 
-Needs `pip install -e '.[dashboard]'` and `wandb login`; prints the workspace's address. Where either is missing, with
+The runs that are there get the report's colours. Needs `pip install -e '.[dashboard]'` and `wandb login`; prints the
+workspace's address. Where either is missing, with
 WANDB_MODE=offline, or where the server cannot be reached, it says so and writes the panels to --out as JSON.
 """
 
@@ -47,7 +48,9 @@ def save(entity: str | None, project: str) -> str:
     try:
         if not wandb.login(prompt=False, verify=False):
             raise RuntimeError("not logged in to Weights & Biases: wandb login")
-        found = workspace(entity or wandb.Api().default_entity, project)
+        api = wandb.Api()
+        entity = entity or api.default_entity
+        found = workspace(entity, project, {run.id: run.tags for run in api.runs(f"{entity}/{project}")})
         found.save()
         return found.url
     except RuntimeError:

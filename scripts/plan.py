@@ -19,7 +19,8 @@ import hydra
 from kernels.devices import Device, measured_device
 from kernels.plan import MIB
 from logitless.config import check_train_config
-from logitless.footprint import BACKENDS, GIB, Step, find_device, fits, head_plan, longest, peak_bytes
+from logitless.footprint import BACKENDS, GIB, Step, find_device, fits, longest, peak_bytes
+from logitless.footprint_parts import head_plan
 from logitless.model import GPTConfig, padded_vocab_size
 
 

@@ -15,17 +15,18 @@ is something to draw:
     head_time_memory  of the benchmark: time against transient memory, for what is not part of a sweep
     head_scaling      of the benchmark: both against N, V and D, where three shapes or more differ in one size only
 
-A run that has no place in a figure is named with the reason. Of two records in a folder, of two runs with the same
-settings and length, and of two rows about the same, the later counts.
+A run that has no place in a figure, or whose record cannot be read, is named with the reason. Of two records in a
+folder, of two runs with the same settings and length, and of two rows about the same, the later counts.
 """
 
 import _path  # isort: skip  # noqa: F401
 
 import argparse
+import os
 from pathlib import Path
 
-from logitless import calculator, curves, figures, frontier, head_figures, length_figures, page
-from logitless.records import FILE_NAME, read_records
+from logitless import curves, figures, frontier, head_figures, length_figures, page
+from logitless.records import read_records
 
 FIGURES = {
     "training_loss": curves.training_loss,
@@ -41,17 +42,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders with runs, or files of JSON lines")
     parser.add_argument("--out", type=Path, required=True, help="folder for index.html and the figures")
     arguments = parser.parse_args()
-    if missing := [str(path) for path in arguments.runs if not path.exists()]:
+    if missing := [str(path) for path in arguments.runs if not os.path.exists(path)]:
         parser.error(f"there is no {', '.join(missing)}")
-    try:
-        records = read_records(arguments.runs)
-    except OSError as error:
-        parser.error(str(error))
+    records = read_records(arguments.runs)
     rows = [record for record in records if "method" in record]
-    runs = {Path(own["run_dir"]).resolve(): own for own in records if "method" not in own}
-    for file in (file for path in arguments.runs if path.is_dir() for file in path.rglob(FILE_NAME)):
-        runs.setdefault(file.parent.resolve(), {"run_dir": str(file.parent), "status": figures.UNREADABLE})
-    runs = list(runs.values())
+    runs = list({Path(own["run_dir"]).resolve(): own for own in records if "method" not in own}.values())
     if not runs and not rows:
         parser.error(f"nothing to draw in {' '.join(map(str, arguments.runs))}")
     drawings = {name: draw(runs) for name, draw in FIGURES.items()} if runs else {}
@@ -81,7 +76,7 @@ def save(drawings: dict[str, figures.Drawing], runs: list[dict], folder: Path) -
         for suffix in ("svg", "png") if drawing.chart else ():
             drawing.chart.save(folder / f"{name}.{suffix}", ppi=96)
             print(folder / f"{name}.{suffix}")
-    for name, text in (("index.html", page.page(drawings, runs)), ("calculator.html", calculator.page())):
+    for name, text in (("index.html", page.page(drawings, runs)), ("calculator.html", page.calculator_page())):
         (folder / name).write_text(text, "utf-8")
         print(folder / name)
 

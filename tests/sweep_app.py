@@ -63,7 +63,7 @@ def act(config: DictConfig) -> None:
     if length and int(length) != config.seq_len:
         return
     if what == "raise":
-        raise RuntimeError(f"a bug at {config.seq_len}")
+        raise RuntimeError(f"a bug at {config.seq_len}\nin two lines")
     if what.startswith("exit"):
         sys.exit(int(what[4:]))
     if what == "abort":

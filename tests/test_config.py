@@ -9,7 +9,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from tiny import BACKENDS, ROOT, compose, overrides, tiny
 
-from logitless import job, run
+from logitless import fit, job
 from logitless.config import check_train_config
 
 GROUPS = {
@@ -70,7 +70,7 @@ def nothing_is_built(monkeypatch):
     def built(*args, **kwargs):
         raise AssertionError("a model was built before the value was refused")
 
-    monkeypatch.setattr(run, "LanguageModel", built)
+    monkeypatch.setattr(fit, "LanguageModel", built)
     monkeypatch.setattr("logitless.model.GPT.__init__", built)
 
 
@@ -135,6 +135,14 @@ REFUSED = [
 def test_a_wrong_value_is_refused_by_name_before_a_model_is_built(override, named, tmp_path):
     with pytest.raises(ValueError, match=re.escape(named)):
         job.prepare(tiny(tmp_path, override))
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+@pytest.mark.parametrize("override", ["chunk=auto", "budget_mib=100"])
+def test_a_cut_vocabulary_takes_a_chunk_and_no_budget(override, tmp_path):
+    job.prepare(tiny(tmp_path, override, "trainer=tp_vocab", "loss=inplace"))
+    with pytest.raises(ValueError, match=re.escape(override.split("=")[1]) + ".*trainer=tp_vocab makes no plan"):
+        job.prepare(tiny(tmp_path, override, "trainer=tp_vocab"))
 
 
 @pytest.mark.usefixtures("nothing_is_built")

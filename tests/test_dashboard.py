@@ -8,14 +8,16 @@ import sys
 import pytest
 from tiny import ROOT
 
-from logitless import panels
+from logitless import palette, panels
 
-# A server that knows who one is.
+# A server that knows who one is, and two runs.
 LOGGED_IN = """
 import types, wandb
 from wandb_workspaces.workspaces import Workspace
 wandb.login = lambda **options: True
-wandb.Api = lambda: types.SimpleNamespace(default_entity="somebody", client=types.SimpleNamespace(app_url="https://wandb.ai"))
+runs = [types.SimpleNamespace(id="1a", tags=["fused"]), types.SimpleNamespace(id="2b", tags=[])]
+own = {"default_entity": "somebody", "client": types.SimpleNamespace(app_url="https://wandb.ai")}
+wandb.Api = lambda: types.SimpleNamespace(**own, runs={"somebody/mine": runs, "somebody/logitless": []}.__getitem__)
 """
 
 
@@ -51,19 +53,27 @@ def test_without_wandb_it_says_why_and_writes_the_panels(tmp_path, code, environ
 
 def test_online_it_saves_the_workspace_and_prints_its_address(tmp_path):
     pytest.importorskip("wandb_workspaces")
-    saves = "Workspace.save = lambda self: setattr(self, '_internal_name', 'nw-abc-v')"
+    saves = """
+def save(self):
+    self._internal_name = "nw-abc-v"
+    print({run: own.color for run, own in self.runset_settings.run_settings.items()}, file=sys.stderr)
+Workspace.save = save
+"""
     result = dashboard(tmp_path, "--project", "mine", code=LOGGED_IN + saves)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "https://wandb.ai/somebody/mine?nw=abc"
+    assert result.stderr.splitlines()[-1] == repr({"1a": palette.COLORS["fused"]})
     assert not (tmp_path / "dashboard.json").exists()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the package's own
-def test_a_workspace_has_every_panel_and_only_runs_that_ended_ok():
+def test_a_workspace_has_every_panel_and_only_runs_that_ended_ok_in_our_colors():
     pytest.importorskip("wandb_workspaces")
     from logitless.workspace import workspace
 
-    view = workspace("me", "logitless")._to_model().model_dump(by_alias=True)["spec"]["section"]
+    tags = {"1a": ["naive"], "2b": ["mine", "fused"], "3c": ["mine"]}
+    view = workspace("me", "logitless", tags)._to_model().model_dump(by_alias=True)["spec"]["section"]
+    assert view["customRunColors"] == {"1a": palette.COLORS["naive"], "2b": palette.COLORS["fused"]}
     (filtered,) = view["runSets"][0]["filters"]["filters"]
     assert (filtered["key"], filtered["op"], filtered["value"]) == ({"section": "summary", "name": "status"}, "=", "ok")
     configs = [panel["config"] for panel in view["panelBankConfig"]["sections"][0]["panels"]]

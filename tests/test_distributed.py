@@ -5,6 +5,7 @@ On the CPU, over gloo. The runs that succeed share two process groups, of 2 and 
 
 import errno
 import functools
+import itertools
 import os
 import socket
 import subprocess
@@ -20,15 +21,17 @@ import tiny
 import torch
 import torch.multiprocessing
 from tiny import BACKENDS, ROOT
+from torch.distributed.tensor import DTensor
 
-from logitless import processes, ranks
+from logitless import fit, processes, ranks
 from logitless.callbacks import PeakMemory
 from logitless.checkpoints import ResumeError
 from logitless.data import Corpus, TextData
 from logitless.generation import load_checkpoint
+from logitless.model import Head
 
-STRATEGIES = ("ddp", "fsdp")
-ONE = ("max_steps=5", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5")
+STRATEGIES = ("ddp", "fsdp", "tp_vocab")
+ONE = ("max_steps=5", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5", "seed=2")
 EACH = [
     (world, strategy, backend, accumulate)
     for world, counts in ((2, (1, 2)), (3, (2,)))
@@ -36,8 +39,8 @@ EACH = [
     for backend in BACKENDS
     for accumulate in counts
 ]
-RESUMED = [("ddp", "ddp"), ("fsdp", "fsdp"), ("fsdp", "ddp"), ("ddp", "fsdp")]  # by which strategy, of which
-
+RESUMED = list(itertools.product(STRATEGIES, repeat=2))  # by which strategy, of which
+MODELS = {2: ("model.tied=true",), 3: ("model.tied=false", "model.head_bias=true")}  # 320 classes: 107, 107, 106
 
 PYTHON = (sys.executable,)
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
@@ -47,9 +50,10 @@ def name(strategy: str, backend: str, accumulate: int) -> str:
     return f"{strategy}-{backend}-{accumulate}"
 
 
-def options(backend: str, accumulate: int, ignored: int) -> list[str]:
+def options(world: int, backend: str, accumulate: int, ignored: int) -> list[str]:
     """All windows hold another number of tokens, since the commonest one does not count; nothing divides anything."""
-    return [*ONE, f"loss={backend}", f"accumulate={accumulate}", f"ignore_index={ignored}", "val_batches=1000"]
+    shared = [*ONE, *MODELS[world], f"ignore_index={ignored}", "val_batches=1000"]
+    return [*shared, f"loss={backend}", f"accumulate={accumulate}"]
 
 
 def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, list[str]]]) -> None:
@@ -57,11 +61,21 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     PeakMemory.summary = lambda self: {"peak_live_tensor_gib": float(rank)}
+    forward, classes = Head.forward, set()
+
+    def counting(head, *arguments):
+        weight = head.weight
+        classes.add(len(weight.to_local() if isinstance(weight, DTensor) else weight))
+        return forward(head, *arguments)
+
+    Head.forward = counting
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
         with suppress(OSError):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
+        (folder / f"classes-{run}-{rank}").write_text(" ".join(map(str, classes)))
+        classes.clear()
 
 
 def no_space(descriptor: int) -> None:
@@ -80,7 +94,7 @@ class Runs:
         torch.multiprocessing.spawn(start_rank, (world, port, folder, self.runs()), nprocs=world)
 
     def runs(self) -> list[tuple[str, list[str]]]:
-        runs = {name(*each): (each[0], options(*each[1:], self.ignored)) for w, *each in EACH if w == self.world}
+        runs = {name(*each): (each[0], options(w, *each[1:], self.ignored)) for w, *each in EACH if w == self.world}
         for strategy in STRATEGIES:
             runs[f"uneven-{strategy}"] = strategy, ["val_batches=4", "max_steps=1"]
         for strategy, first in RESUMED if self.world == 2 else []:
@@ -93,7 +107,7 @@ class Runs:
     @functools.cache  # noqa: B019
     def alone(self, backend: str, accumulate: int) -> Path:
         run = self.folder / f"alone-{backend}-{accumulate}"
-        overrides = [*options(backend, accumulate, self.ignored), f"batch_size={2 * self.world}"]
+        overrides = [*options(self.world, backend, accumulate, self.ignored), f"batch_size={2 * self.world}"]
         tiny.train(tiny.tiny(self.folder, *overrides), run)
         return run
 
@@ -151,7 +165,16 @@ def test_rank_0_alone_writes_and_the_record_is_of_all_ranks(world, strategy, run
     assert {file.name for file in (run / "checkpoints").iterdir()} == {"last.ckpt", "previous.ckpt"}
     gpt, _ = load_checkpoint(run / "checkpoints" / "last.ckpt", torch.device("cpu"))
     corpus = tiny.job.prepare(tiny.tiny(runs.folder)).corpus
-    assert record["sample"] == tiny.run.sample(gpt, corpus, {"seed": 1})
+    assert record["sample"] == fit.sample(gpt, corpus, {"seed": 2})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_cut_vocabulary_is_never_whole(world, strategy, runs_of):
+    """All heads that a rank had weights of, in training and validation."""
+    files = [runs_of(world).folder / f"classes-{name(strategy, 'fused', 2)}-{rank}" for rank in range(world)]
+    cut = {2: ["160", "160"], 3: ["107", "107", "106"]}[world]
+    assert [file.read_text() for file in files] == (cut if strategy == "tp_vocab" else ["320"] * world)
 
 
 def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):
@@ -171,7 +194,7 @@ def test_a_run_of_another_number_of_ranks_is_not_resumed(runs_of, tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "first"), RESUMED)
-def test_a_run_goes_on_under_either_strategy(strategy, first, runs_of):
+def test_a_run_goes_on_under_any_strategy(strategy, first, runs_of):
     """Against a run of one process that goes on from the checkpoint of one process."""
     runs = runs_of(2)
     alone = runs.folder / "alone-resumed"
@@ -211,6 +234,7 @@ def test_ranks_validate_as_often_and_share_the_rows(world):
             data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
             loaders.append(list(data.val_dataloader()))
         assert len({len(loader) for loader in loaders}) == 1
+        assert len({batch.tokens.shape for loader in loaders for batch in loader}) == 1
         labels = torch.cat([batch.labels.flatten() for loader in loaders for batch in loader])
         assert sorted(labels[labels != -100].tolist()) == list(range(2, 4 * n_rows + 2))
         assert [sum(batch.window_tokens for batch in loader) for loader in loaders] == [4 * n_rows] * world
@@ -304,3 +328,37 @@ def test_a_sweep_goes_on_after_a_rank_that_is_out_of_memory(tmp_path):
         record = tiny.read_record(tmp_path / "sweep" / job)
         outcome = [record[key] for key in ("status", "world_size", "failed_rank", "step", "phase", "steps")]
         assert outcome == ["oom", 2, 1, 2, "backward", 1]
+
+
+SRUN = """#!/bin/bash
+shift
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task "$@" &
+done
+wait -n && wait -n
+"""
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+def test_the_script_for_slurm_trains_on_two_nodes_and_goes_on_when_it_is_requeued(restart, tmp_path):
+    """With a srun that starts both tasks here, and one that only says what it was asked for."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/bash\necho "$@"\n' if restart else SRUN)
+    srun.chmod(0o755)
+    for folder in ("scripts", "conf"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    job = {"JOB_ID": "77", "JOB_NAME": "x", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1", "NTASKS": "2"}
+    job |= {"NODELIST": "localhost", "RESTART_COUNT": str(restart)}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment |= {"PATH": f"{srun.parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    command = ["bash", "scripts/train.sbatch", *tiny.overrides(tmp_path, "trainer=fsdp", "trainer.accelerator=cpu")]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    if restart:
+        assert result.stdout.split()[-2:] == ["hydra.run.dir=runs/77/1", "resume=runs/77/0"]
+    else:
+        record = tiny.read_record(tmp_path / "runs" / "77" / "0")
+        assert (record["status"], record["world_size"], record["steps"]) == ("ok", 2, 4)

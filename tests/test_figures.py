@@ -138,11 +138,11 @@ def test_what_is_not_whole_is_left_out_with_its_reason():
     records += [run("naive", 64, run_dir="late"), run("naive", 64, run_dir="early", time="2026-01-01")]
     assert length_figures.peak_memory(records).left_out == {
         "short": "ok after 1 steps, no peak of a warmed-up step",
-        "killed": "started, not ended",
-        "error": "error after 3 steps",
+        "killed": "started, not ended (running, or killed)",
+        "error": "error",
         "text": "no seq_len",
         "bare": "no backend, command, device, versions, seq_len",
-        "none": "no status after 0 steps",
+        "none": "no status",
         "early": "late is a later run of the same",
     }
 
@@ -238,7 +238,7 @@ def test_curves_are_those_of_whole_runs_of_one_length(tmp_path):
     drawing = curves.training_loss(records)
     assert {run.rpartition("/")[2]: reason for run, reason in drawing.left_out.items()} == {
         "naive-16": "fewer than 10 points of training loss",
-        "fused-16-4": "oom at step 2, backward",
+        "fused-16-4": "OOM at step 2, backward",
     }
     train, val = panels_of(drawing.chart)
     assert len(train["data"]["values"]) == 2 * 20

@@ -11,7 +11,8 @@ from tiny import BACKENDS, ROOT
 
 from kernels.devices import DEVICES
 from logitless import footprint, losses
-from logitless.footprint import Step, fits, head_plan, longest, n_parameters, peak_bytes, peak_parts, phases
+from logitless.footprint import Step, fits, longest, n_parameters, peak_bytes, peak_parts, phases
+from logitless.footprint_parts import head_plan
 from logitless.memory import GIB, LiveTensorMeter
 from logitless.model import GPT, GPTConfig
 from logitless.prediction import step_of

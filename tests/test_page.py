@@ -26,8 +26,8 @@ def test_the_table_has_what_runs_differ_in_and_says_the_rest_once():
         *("backend", "chunk", "seq_len", "status", "peak allocated (GiB)", "tokens/s"),
         *("training loss (nats a token)", "validation loss (nats a token)", "lr", "folder"),
     ]
-    assert list(fused.values())[:5] == ["fused", "64", "512", "ok", "1.25"]
-    assert list(naive.values())[:5] == ["naive", "", "1,024", "ok", "2.50"]
+    assert list(fused.values())[:5] == ["fused", "64", "512", "ok after 3 steps", "1.25"]
+    assert list(naive.values())[:5] == ["naive", "", "1,024", "ok after 3 steps", "2.50"]
     assert (fused["lr"], naive["lr"]) == ("0.2", "0.1")
     for words in ("memory_limit_gib = 24", "model.padded_vocab_size = 50,304", "device = NVIDIA H200"):
         assert table.count(f"<li>{words}</li>") == 1
@@ -43,14 +43,14 @@ def test_the_table_has_what_runs_differ_in_and_says_the_rest_once():
         ({"status": "oom", "step": 2, "phase": "backward", "error": "CUDA"}, "OOM at step 2, backward"),
         ({"status": "oom"}, "OOM"),
         ({"status": "started"}, "started, not ended (running, or killed)"),
-        ({"status": "error", "exit_code": -9}, "error, exit code -9"),
+        ({"status": "error", "exit_code": -9, "error": "killed by SIGKILL"}, "error: killed by SIGKILL"),
         (
             {"status": "error", "step": 3, "phase": "validation", "error": "ValueError: <b>\nmore"},
             "error at step 3, validation: ValueError: &lt;b&gt;",
         ),
         ({"status": 3}, "3"),
         ({}, "no status"),
-        ({"status": figures.UNREADABLE}, "no whole line in its record"),
+        ({"status": "unreadable", "error": "no whole line"}, "unreadable: no whole line"),
     ],
 )
 def test_a_run_that_is_not_ok_says_how_it_ended(facts, words):

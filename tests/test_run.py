@@ -15,7 +15,7 @@ from tiny import BACKENDS, ROOT, compose, read_curve, read_record, tiny, train
 from torch import Tensor
 
 from kernels import plan
-from logitless import run
+from logitless import fit, run
 from logitless.generation import load_checkpoint
 from logitless.job import loss_plan, prepare
 from logitless.loggers import Loggers
@@ -444,6 +444,15 @@ def test_a_backend_without_a_plan_says_what_it_does_not_use(name, tmp_path, caps
     record = train(tiny(tmp_path, f"loss={name}", "budget_mib=1e-3", "max_steps=1"), tmp_path / "run")
     assert f"{name}: all 16 x 320 logits at once; it uses neither chunk nor budget_mib\n" in capsys.readouterr().out
     assert record["plan"] is None
+
+
+@pytest.mark.parametrize(("loss", "rows"), [("inplace", 48), ("fused", 9)])
+def test_a_run_of_a_cut_vocabulary_says_what_a_rank_holds(loss, rows, tmp_path):
+    made = prepare(tiny(tmp_path, "trainer=tp_vocab", "trainer.accelerator=cpu", f"loss={loss}", "chunk=10"))
+    record = {"n_parameters": 1, "head_share": 0.5, "backend": loss, "chunk": made.loss.keywords.get("chunk")}
+    record |= {"device": "cpu", "precision": "32-true", "world_size": 3}
+    lines = fit.first_lines(made, record, tmp_path)
+    assert f"{loss}: {rows} x 107 of all ranks' 48 x 320 logits at once on a rank\n" in lines
 
 
 def test_a_run_killed_in_its_last_validation_validates_when_resumed(tmp_path, monkeypatch):

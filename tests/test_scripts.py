@@ -209,7 +209,7 @@ def test_report_draws_finished_runs_and_names_the_others(tmp_path):
     (tmp_path / "runs" / "broken" / "record.jsonl").write_text('{"status": "oom"}\nnull\n{"half a li')
     result = script(tmp_path, "report", "runs", "--out", "figures")
     assert result.returncode == 0, result.stderr
-    assert re.search("left out.*: runs/broken, oom after 0 steps", result.stdout)
+    assert re.search("left out.*: runs/broken, OOM", result.stdout)
     assert "broken line" in result.stderr
     drawing = (tmp_path / "figures" / "backends.svg").read_text()
     assert "naive" in drawing
@@ -265,7 +265,7 @@ def test_report_names_what_it_cannot_draw_and_draws_the_rest(tmp_path):
     for name, (_, reason) in (runs | {"headless": ({}, unreadable + "KeyError")}).items():
         assert re.search(f"left out.*: runs/{name}, {reason}", result.stdout), name
     assert "left out of training_loss: 3 runs in runs (good, naive, null), fewer than 10 points" in result.stdout
-    for reason in ("no status after 0 steps", "x: no status, command", "None: there is no figure of logits alone"):
+    for reason in ("no status", "x: no status, command", "None: there is no figure of logits alone"):
         assert re.search(f"left out.*: [.], {reason}", result.stdout)
     assert "left out: all rows of the benchmark, of which none is ok" in result.stdout
     drawing = (tmp_path / "figures" / "backends.svg").read_text()
@@ -287,7 +287,44 @@ def test_report_makes_a_page_of_runs_of_which_none_can_be_drawn(tmp_path):
     page = (tmp_path / "report" / "index.html").read_text()
     for words in ("not ended (running, or killed)", "no whole line in its record", "<td>3</td>", 'id="calculator"'):
         assert words in page
-    assert "3 runs: 1 started, 1 without a status, 1 no whole line in its record." in page
+    assert "3 runs: 1 unreadable, 1 started, 1 without a status." in page
+
+
+@pytest.mark.parametrize(
+    ("leave", "reason"),
+    [
+        (lambda file: file.write_bytes(b'{"status": "ok", "command": "caf\xe9"}\n'), "its record is not UTF-8 text"),
+        (lambda file: file.mkdir(), "its record: Is a directory"),
+        (lambda file: file.symlink_to("nowhere"), "its record: No such file or directory"),
+        (lambda file: file.symlink_to("/proc/self/mem"), "its record: Input/output error"),
+        (lambda file: file.touch(0o000), "its record: Permission denied"),
+        (lambda file: file.parent.chmod(0o000), "its record: Permission denied"),
+        (lambda file: file.write_text("[" * 10**5), "no whole line in its record"),
+    ],
+    ids=["latin-1", "folder", "dangling", "disk", "forbidden", "closed", "nested"],
+)
+def test_report_names_a_record_that_cannot_be_read_and_draws_the_rest(tmp_path, leave, reason):
+    if reason.endswith("denied") and os.geteuid() == 0:
+        pytest.skip("root reads everything")
+    for name in ("naive", "fused"):
+        write_run(tmp_path / "runs" / name, name)
+    (tmp_path / "runs" / "bad").mkdir()
+    leave(tmp_path / "runs" / "bad" / "record.jsonl")
+    result = script(tmp_path, "report", "runs", "--out", "report")
+    assert result.returncode == 0, result.stderr
+    assert re.search(f"left out.*: runs/bad, unreadable: {reason}\n", result.stdout)
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert re.search(f"<li>left out.*: runs/bad, unreadable: {reason}</li>", page)
+    assert "3 runs: 1 unreadable, 2 ok." in page
+    assert ">naive<" in (tmp_path / "report" / "backends.svg").read_text()
+
+
+def test_report_names_a_file_that_it_was_given_and_cannot_read(tmp_path):
+    write_run(tmp_path / "runs")
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\n")
+    result = script(tmp_path, "report", "runs", "rows.jsonl", "--out", "report")
+    assert result.returncode == 0, result.stderr
+    assert re.search("left out.*: rows.jsonl, unreadable: its record is not UTF-8 text\n", result.stdout)
 
 
 def test_report_refuses_an_output_that_is_a_file_in_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -58,7 +59,13 @@ def test_each_failure_is_named_when_it_happens_and_lies_in_its_own_folder(tmp_pa
         assert f"hello from {length}" in output
         assert "Traceback" in output
         assert output.count("RuntimeError: a bug at") == 1
-    assert "job 1 of 4: seq_len=1 act=raise@1\n" in out
+    assert [line for line in out.splitlines() if re.match(r"job \d", line)] == [
+        "job 0 (1 of 4): seq_len=1 act=raise@1",
+        "job 1 (2 of 4): seq_len=1 act=raise@3",
+        "job 2 (3 of 4): seq_len=3 act=raise@1",
+        "job 3 (4 of 4): seq_len=3 act=raise@3",
+    ]
+    assert [line.partition(":")[0] for line in (first, second)] == ["job 0 (1 of 4)", "job 3 (4 of 4)"]
     assert "left\n" in out
 
 
@@ -145,7 +152,12 @@ def test_the_same_command_repeats_only_what_did_not_end(tmp_path):
     ]
     assert "sweep/0: its job did not end" in result.stdout
     assert "sweep/1: its job failed" in result.stdout
-    assert sorted(row[1] for row in rows(result)) == ["1", "2", "3", "4"]
+    assert re.findall(r"^job (\d+) \((\d of \d)\): seq_len=(\d)$", result.stdout, flags=re.M) == [
+        ("4", "2 of 4", "1"),
+        ("5", "3 of 4", "2"),
+        ("6", "4 of 4", "3"),
+    ]
+    assert [row[:2] for row in rows(result)] == [["4", "1"], ["5", "2"], ["6", "3"], ["3", "4"]]
     assert sorted(statuses(tmp_path)) == ["ok", "ok", "ok", "oom"]
     before = log.read_text()
     assert run(tmp_path, *reversed(arguments), "act=work").returncode == 0  # the order says nothing

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import read_curve, tiny, train
 
-from logitless import callbacks, run
+from logitless import callbacks, fit
 from logitless.model import fastest_attention
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +52,9 @@ class NoWaiting(pl.Callback):
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", ["naive", "inplace", "fused"])
 def test_no_step_waits_for_the_device_but_one_with_a_point(backend, is_compiled, tmp_path, monkeypatch):
-    no_waiting, trainer_of = NoWaiting(), run._trainer
+    no_waiting, trainer_of = NoWaiting(), fit._trainer
     monkeypatch.setattr(
-        run,
+        fit,
         "_trainer",
         lambda job, loggers, folder, them, files: trainer_of(job, loggers, folder, [*them, no_waiting], files),
     )

@@ -7,6 +7,7 @@ from hydra.core.override_parser.types import Override
 
 from logitless import sweep
 from logitless.config import COUNT
+from logitless.records import place
 from logitless.sweep import Overrides
 from logitless.sweeper import FreshProcessSweeper, jobs_of
 
@@ -103,7 +104,7 @@ class FrontierSweeper(FreshProcessSweeper):
         """Runs jobs until the frontier of one combination is known, or a job fails."""
         while not search.is_done and (length := self._next_length(search)):
             job = (*search.overrides, f"{KEY}={length}")
-            progress.start(sweep.next_number(self.folder) + 1, f"{search.label} {KEY}={length}")
+            progress.start(sweep.next_number(self.folder), f"{search.label} {KEY}={length}")
             (record,) = self.launch([job])
             search.add(length, record)
             progress.end(record)
@@ -142,9 +143,9 @@ def frontier_table(searches: list[Search]) -> str:
         longest = str(search.lengths.get("ok", 0 if bad and search.is_done and "error" not in search.lengths else "-"))
         last = sweep.peak(good) if good else "-"
         if "error" in search.lengths:
-            last += f"; at {search.lengths['error']} {sweep.outcome(search.records['error'])}"
+            last += f"; at {search.lengths['error']} {sweep.result(search.records['error'])}"
         elif not search.is_done:
             last += "; not finished"
-        ran_out = (sweep.place(bad).removeprefix(" at ") or "OOM") if bad else "-"
+        ran_out = (place(bad).removeprefix(" at ") or "OOM") if bad else "-"
         rows.append([search.label, longest, str(search.lengths.get("oom", "-")), ran_out, last])
     return sweep.table(rows)

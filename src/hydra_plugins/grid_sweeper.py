@@ -3,6 +3,7 @@
 from hydra.core.override_parser.types import Override
 
 from logitless import sweep
+from logitless.records import RESULTS
 from logitless.sweep import Overrides
 from logitless.sweeper import FreshProcessSweeper, jobs_of
 
@@ -30,14 +31,14 @@ class GridSweeper(FreshProcessSweeper):
                     sweep.tell_failure(" ".join(job), records[job])
         finally:
             print("\n" + grid_table(jobs, records), flush=True)
-        return all((record := records.get(job)) and record["status"] in sweep.RESULTS for job in jobs)
+        return all((record := records.get(job)) and record["status"] in RESULTS for job in jobs)
 
     def _run_one_by_one(self, jobs: list[Overrides], left: list[Overrides], records: dict) -> None:
         """Runs what is left, and adds to the records."""
         positions = sweep.varying(jobs)
         progress = sweep.Progress(len(jobs), len(left))
         for job in left:
-            progress.start(jobs.index(job) + 1, " ".join(job[i] for i in positions))
+            progress.start(sweep.next_number(self.folder), " ".join(job[i] for i in positions))
             records[job] = None  # so the table tells of it when it is interrupted
             (records[job],) = self.launch([job])
             progress.end(records[job])
@@ -51,7 +52,7 @@ def grid_table(jobs: list[Overrides], records: dict) -> str:
     for job in jobs:
         record = records.get(job)
         number = record["run_dir"].rpartition("/")[2] if record else "-"
-        result = sweep.outcome(record) if job in records else "not run"
+        result = sweep.result(record) if job in records else "not run"
         if record and record["status"] == "ok":
             result = f"{sweep.peak(record):>12} {sweep.speed(record):>11}"
         rows.append([number, *(job[i].partition("=")[2] for i in positions), result])

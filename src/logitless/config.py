@@ -100,7 +100,7 @@ TRAIN = {
 DISTRIBUTED = {
     "trainer.devices": Rule(f"{COUNT.words}, or auto", lambda value: value == "auto" or COUNT.holds(value)),
     "trainer.num_nodes": COUNT,
-    "trainer.strategy": _choice("ddp", "fsdp"),
+    "trainer.strategy": _choice("ddp", "fsdp", "tp_vocab"),
     "trainer.timeout_s": _number("> 0", lambda value: value > 0),
 }
 GENERATE = {

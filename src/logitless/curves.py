@@ -1,6 +1,5 @@
 """Training and validation loss against tokens, a line for each run."""
 
-import csv
 import math
 import textwrap
 
@@ -13,15 +12,14 @@ from logitless.figures import (
     TOO_SHORT,
     Drawing,
     column,
+    curve_problem,
     labels_of,
     losses,
     provenance_of_runs,
-    status_of,
     thinned,
     thinning_notes,
 )
 from logitless.panels import AXES, TRAINING_LOSS, VALIDATION_LOSS, Panel
-from logitless.records import lacks
 
 MOST_PANELS = 4
 WIDTH, HEIGHT = 380, 240  # pixels of a panel
@@ -30,27 +28,15 @@ LETTERS = 60  # of a line above it
 
 def problem(record: dict) -> str | None:
     """Why a run has no curve to draw, or None."""
-    if record.get("status") != "ok":
-        return status_of(record)
-    if missing := lacks(record, FACTS):
-        return f"no {', '.join(missing)}"
-    try:
-        n_points = len(losses(record))
-    except (OSError, KeyError, ValueError, csv.Error) as error:
-        return f"{record['curves']} cannot be read: {type(error).__name__}: {error}"
-    if n_points == 0:
-        return f"no training loss in {record['curves']}"
-    return TOO_SHORT if n_points < ENOUGH_POINTS else None
+    reason = curve_problem(record, FACTS)
+    return TOO_SHORT if reason is None and len(losses(record)) < ENOUGH_POINTS else reason
 
 
 def training_loss(records: list[dict]) -> Drawing:
     """A panel for runs that differ in their backend and chunk alone: the longest runs, if there are too many."""
     left_out = {record["run_dir"]: reason for record in records if (reason := problem(record))}
     records = [record for record in records if record["run_dir"] not in left_out]
-    own = [settings.without(settings.settings_of(record), settings.BACKEND) for record in records]
-    keys, panels = settings.differing(own), {}
-    for record, mine in zip(records, own, strict=True):
-        panels.setdefault(settings.in_words(mine, keys) or ("others" if keys else ""), []).append(record)
+    panels = settings.alike(records, settings.BACKEND)
     ranked = sorted(panels, key=lambda words: -max(record.get("tokens") or 0 for record in panels[words]))
     for words in ranked[MOST_PANELS:]:
         left_out |= {record["run_dir"]: f"{MOST_PANELS} panels have more tokens" for record in panels.pop(words)}

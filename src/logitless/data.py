@@ -180,7 +180,8 @@ class Batches(Dataset):
 
     def __getitem__(self, micro_batch: int) -> Batch:
         rows = [self.blocks.row(index) for index in self._rows(micro_batch * self.world + self.rank)]
-        rows = rows or [self.blocks.empty_row()]
+        # All ranks' batches have one shape.
+        rows += [self.blocks.empty_row()] * ((self.batch_size if self.world > 1 else 1) - len(rows))
         tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return Batch(tokens, labels, self._window_tokens(micro_batch // self.accumulate))
 

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import altair as alt
 
 from logitless import palette
-from logitless.records import lacks
+from logitless.panels import PEAK_PANELS, Panel
+from logitless.records import lacks, outcome
 
-PEAKS = {"peak_allocated_gib": "peak allocated (GiB)", "peak_live_tensor_gib": "peak of live tensors (GiB)"}
 FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict}
 BAR = 25  # pixels
-UNREADABLE = "no whole line in its record"  # the status of a run that left one
 ENOUGH_POINTS = 10  # of training loss, for a curve
 TOO_SHORT = f"fewer than {ENOUGH_POINTS} points of training loss"
 MOST_POINTS = 400  # of a curve, on a page of many
@@ -34,24 +33,17 @@ class Drawing(NamedTuple):
     notes: list[str] = []  # noqa: RUF012 - never changed
 
 
-def status_of(record: dict) -> str:
-    """`ok after 200 steps`, `oom at step 2, backward`."""
-    status = record.get("status", "no status")
-    if status == UNREADABLE:
-        return UNREADABLE
-    if record.get("step") is not None:
-        return f"{status} at step {record['step']}, {record.get('phase')}"
-    if status == "started":
-        return "started, not ended"
-    return f"{status} after {record.get('steps', 0)} steps"
-
-
 def problem(record: dict) -> str | None:
     """Why the record of a run cannot be drawn, or None."""
-    units = [unit for unit in PEAKS if unit in record]
-    if record.get("status") != "ok" or not units:
-        return status_of(record)
-    if missing := lacks(record, FACTS | dict.fromkeys(units, int | float)):
+    units = [panel.y for panel in PEAK_PANELS if panel.y in record]
+    return curve_problem(record, FACTS | dict.fromkeys(units, int | float)) if units else outcome(record)
+
+
+def curve_problem(record: dict, needed: dict[str, type]) -> str | None:
+    """Why a run has no training loss to draw, or lacks what is needed beside it, or None."""
+    if record.get("status") != "ok":
+        return outcome(record)
+    if missing := lacks(record, needed):
         return f"no {', '.join(missing)}"
     try:
         return None if losses(record) else f"no training loss in {record['curves']}"
@@ -72,13 +64,13 @@ def backends(records: list[dict]) -> Drawing:
         records = [record for record in records if record not in short]
     if not records or len({record.get("seq_len") for record in records}) > 1:
         return Drawing(None, left_out if not records else {})
-    groups = {unit: [record for record in records if unit in record] for unit in PEAKS}
-    rows = [_backends(group, unit) for unit, group in groups.items() if group]
+    groups = {panel: [record for record in records if panel.y in record] for panel in PEAK_PANELS}
+    rows = [_backends(group, panel) for panel, group in groups.items() if group]
     chart = rows[0] if len(rows) == 1 else alt.vconcat(*rows).resolve_scale(color="independent")
     return Drawing(chart, left_out, thinning_notes({record["run_dir"]: len(losses(record)) for record in records}))
 
 
-def _backends(records: list[dict], unit: str) -> alt.HConcatChart:
+def _backends(records: list[dict], panel: Panel) -> alt.HConcatChart:
     """Training loss, its difference from the first run's, and the peak memory of each record; naive comes first."""
     records = sorted(records, key=lambda record: palette.rank(record["backend"]))
     labels = labels_of(records)
@@ -100,9 +92,9 @@ def _backends(records: list[dict], unit: str) -> alt.HConcatChart:
     difference = curves.transform_filter("isValid(datum.difference)").encode(
         x=tokens, y=alt.Y("difference:Q", title=f"difference from {labels[0]} (%)"), color=color
     )
-    values = [{"label": label, "peak": record[unit]} for label, record in zip(labels, records, strict=True)]
+    values = [{"label": label, "peak": record[panel.y]} for label, record in zip(labels, records, strict=True)]
     largest = max(value["peak"] for value in values)
-    peak = alt.X("peak:Q", title=PEAKS[unit], scale=alt.Scale(domain=[0, 1.15 * largest]))
+    peak = alt.X("peak:Q", title=panel.y_title(), scale=alt.Scale(domain=[0, 1.15 * largest]))
     bars = alt.Chart(alt.Data(values=values)).encode(x=peak, y=alt.Y("label:N", title=None, sort=labels))
     numbers = bars.mark_text(align="left", dx=4).encode(text=alt.Text("peak:Q", format=".2f"))
     memory = (bars.mark_bar().encode(color=color) + numbers).properties(width=280, height=BAR * len(records))

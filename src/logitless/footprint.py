@@ -1,7 +1,7 @@
 """Peak memory of a training step in closed form, before anything is built. Pure Python.
 
-P parameters, S the two states of AdamW, G gradients, A what autograd keeps of the blocks (`_block_bytes`). The peak is
-that of one of these phases, and which one depends on the shape:
+P parameters, S the two states of AdamW, G gradients, A what autograd keeps of the blocks. The peak is that of one of
+these phases, and which one depends on the shape; what a block and the head take is in `footprint_parts`:
 
     forward               P + S + G of the step before + A + the head's forward    (G goes between forward and backward)
     head backward         P + S + A + the head's backward
@@ -14,15 +14,9 @@ With `model.checkpoint` A is the blocks' inputs, beside it in forward a block's 
 head's, and in the backward of a block all that autograd keeps of it, made anew: where the last block's begins, that and
 the inputs of all. Lightning's autocast remembers no copies of weights, so a block's are gone when it ends.
 
-The head, c bytes to a number of the logits (2 in bf16-mixed, 4 in 32-true):
-
-    naive    8NV in forward (fp32 logits, log-softmax), 12NV in backward (log-softmax, its gradient, that of the logits)
-    inplace  cNV in both, and in backward the gradients of the GEMM's operands, cVD + cND
-    fused    what `kernels.plan` says
-
 Counted are tensors and cuBLAS's workspaces, for one micro-batch a step from the second step on, without dropout,
-options of the loss or torch.compile. Attention is flash or cuDNN's, memory-efficient for fp32 on a GPU, and that of the
-CPU. tests/test_footprint.py compares with bf16-mixed on an H200, and with all but 16-mixed on a CPU.
+options of the loss or torch.compile. tests/test_footprint.py compares with bf16-mixed on an H200, and with all but
+16-mixed on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels import plan
 from kernels.devices import DEVICES, Device
-from kernels.plan import Plan
+from logitless.footprint_parts import (
+    block_bytes,
+    block_forward_bytes,
+    head_bytes,
+    matrices,
+    mlp_backward_bytes,
+    norm_bytes,
+)
 
 if TYPE_CHECKING:
     from logitless.model import GPTConfig  # which imports torch
@@ -50,7 +51,6 @@ USABLE_SHARE, USABLE_SHARE_OF_LIMIT = 0.95, 0.985
 GIB = 2**30
 # PyTorch's workspaces for cuBLAS: two, for the threads of forward and backward. 32 MiB each from Hopper on.
 WORKSPACES_BYTES, OLDER_WORKSPACES_BYTES = 2 * 32 * 2**20, 2 * 8320 * 2**10
-BLOCK_ROWS = 64  # of kernels.reference
 LENGTH_STEP = 128
 LONGEST = 2**30
 
@@ -111,9 +111,14 @@ class Step:
         return self.device.name == "cpu"
 
     @property
+    def dtypes(self) -> tuple[str, str]:
+        """To compute in, and of weights and stream."""
+        return DTYPES[self.precision]
+
+    @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a number to compute in, and of a number of weights and stream."""
-        compute, weight = DTYPES[self.precision]
+        """Bytes of a number of each of `dtypes`."""
+        compute, weight = self.dtypes
         return plan.BYTES[compute], plan.BYTES[weight]
 
     @property
@@ -135,7 +140,7 @@ def n_parameters(model: GPTConfig) -> int:
     """Parameters, a tied weight counted once."""
     embedding = model.padded_vocab_size * model.width
     head = model.padded_vocab_size * model.head_bias + (0 if model.tied else embedding)
-    return embedding + head + model.n_layers * (_matrices(model) + 2 * model.width) + model.width
+    return embedding + head + model.n_layers * (matrices(model) + 2 * model.width) + model.width
 
 
 class Parts(NamedTuple):
@@ -177,13 +182,13 @@ def phases(step: Step, backend: str) -> dict[str, Parts]:
     others = gradients - head - (0 if model.tied else embedding)
     always = 3 * gradients + 16 * step.n_tokens + _workspaces(step.device)  # P and S; tokens and labels
     rotary = 4 * step.seq_len * model.width // model.n_heads
-    block, mlp_backward, norm = _block_bytes(step), _mlp_backward_bytes(step), _norm_bytes(step)
+    block, mlp_backward, norm = block_bytes(step), mlp_backward_bytes(step), norm_bytes(step)
     stream = size * step.n_tokens * model.width
     first, last = block + rotary, model.n_layers * block + rotary  # kept where the backward of that block begins
     blocks, block_forward = last, 0
-    forward, backward = _head_bytes(step, backend)
+    forward, backward = head_bytes(step, backend)
     if model.checkpoint:
-        blocks, block_forward = model.n_layers * stream + rotary, _block_forward_bytes(step)
+        blocks, block_forward = model.n_layers * stream + rotary, block_forward_bytes(step)
         is_kept_twice = step.is_cpu and size == 2  # a norm there keeps its input in fp32
         first += stream if is_kept_twice else 0
         last = first + (model.n_layers - 1) * stream
@@ -198,7 +203,7 @@ def phases(step: Step, backend: str) -> dict[str, Parts]:
         "forward": in_forward,
         "head backward": Parts(always, blocks, head_backward),
         "last block backward": Parts(always + head, last + mlp_backward, 0),
-        "first block backward": Parts(always + head + others - size * _matrices(model), first + mlp_backward, 0),
+        "first block backward": Parts(always + head + others - size * matrices(model), first + mlp_backward, 0),
         "embedding backward": Parts(always + others + head, 0, embedding + max(stream, embedding if model.tied else 0)),
         "optimizer": Parts(always + gradients + denominators, 0, 0),
     }
@@ -228,108 +233,6 @@ def longest(step: Step, backend: str) -> int:
         is_enough = fits(replace(step, seq_len=middle * LENGTH_STEP), backend)
         low, high = (middle, high) if is_enough else (low, middle)
     return low * LENGTH_STEP
-
-
-def head_plan(step: Step) -> Plan:
-    """What `fused` does at the end of the model. Raises ValueError if nothing fits into the budget."""
-    return plan.plan(_head(step), step.device, budget_mib=step.budget_mib, chunk=step.chunk)
-
-
-def _head(step: Step) -> plan.Head:
-    compute, weight = DTYPES[step.precision]
-    dtypes = {"dtype": compute, "weight_dtype": weight, "hidden_dtype": weight}
-    shape, bias = (step.n_tokens, step.model.padded_vocab_size, step.model.width), step.model.head_bias
-    return plan.Head(*shape, **dtypes, grads=(True, True, bias), has_bias=bias)
-
-
-def _head_bytes(step: Step, backend: str) -> tuple[int, int]:
-    """Of the head, from its hidden states on, the most that is alive at once in forward and in backward."""
-    n, v, d = step.n_tokens, step.model.padded_vocab_size, step.model.width
-    size, weight_size = step.sizes
-    hidden = weight_size * n * d
-    if backend == "fused":
-        chosen = head_plan(step)
-        forward, on_cpu = chosen.peak_bytes, _cpu_bytes(step, chosen.chunk)
-        if chosen.schedule == "vocab":  # forward makes dhidden only
-            only_hidden = replace(_head(step), grads=(True, False, False))
-            forward = plan.predict(only_hidden, step.device, schedule="vocab", chunk=chosen.chunk).peak_bytes
-        return hidden + forward + on_cpu, chosen.peak_bytes + on_cpu
-    kept = size * n * d + (size * v * d if step.casts else 0)
-    forward = kept + (hidden if step.casts else 0)
-    backward = kept + size * (n * v + v * d + n * d)
-    if backend == "naive":
-        return forward + 8 * n * v, max(kept + 12 * n * v, backward)
-    rows = _reference_bytes(step, n)
-    return forward + size * n * v + rows, max(backward, kept + size * n * v + rows)
-
-
-def _cpu_bytes(step: Step, chunk: int) -> int:
-    """What `fused` holds on a CPU beside its plan: rows in fp32, or fp32 copies of a GEMM's operands."""
-    chunk, v, d = min(chunk, step.n_tokens), step.model.padded_vocab_size, step.model.width
-    rows = _reference_bytes(step, chunk)
-    if not step.is_cpu or step.sizes[0] == 4 or (step.sizes[1] == 2 and chunk == step.n_tokens):
-        return rows
-    return max(rows, 4 * chunk * v + 4 * d * (v if step.casts else chunk))
-
-
-def _reference_bytes(step: Step, n_rows: int) -> int:
-    """What kernels.reference holds of a block of rows on a CPU: the logits and their exponentials in fp32."""
-    return 8 * min(BLOCK_ROWS, n_rows) * step.model.padded_vocab_size if step.is_cpu else 0
-
-
-def _inner(model: GPTConfig) -> int:
-    """Width inside the MLP."""
-    return -(-8 * model.width // 192) * 64 if model.mlp == "swiglu" else 4 * model.width
-
-
-def _matrices(model: GPTConfig) -> int:
-    """Numbers in the matrices of a block."""
-    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * _inner(model)
-
-
-def _norm_bytes(step: Step) -> int:
-    """What a norm keeps: its input, and a number a row; on a CPU, in fp32, also what it multiplies with its weight."""
-    return step.n_tokens * (step.model.width * (8 if step.is_cpu else step.sizes[1]) + 4)
-
-
-def _block_bytes(step: Step) -> int:
-    """What autograd keeps of a block, besides its parameters.
-
-    Two norms. Of attention: input, qkv (for its last third, the values), rotated queries and keys, result, log-sums,
-    and a copy of the result with the heads side by side (memory-efficient attention has it so). Of the MLP: input, what
-    `up` gives and what `out` takes, and between them the activated gate, if there is one. The weights as autocast
-    copied them.
-    """
-    model, (size, _) = step.model, step.sizes
-    is_copied = step.is_cpu or size < 4
-    attention = size * (7 + is_copied) * model.width + 4 * model.n_heads
-    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * _inner(model))
-    casts = size * _matrices(model) if step.casts else 0
-    return 2 * _norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
-
-
-def _block_forward_bytes(step: Step) -> int:
-    """What a block holds at most beside its input while autograd keeps nothing of it.
-
-    In attention, where the keys are rotated in fp32, or in the MLP, where the gated or activated numbers are made.
-    """
-    model, (size, weight_size) = step.model, step.sizes
-    rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
-    attention = (weight_size + 4 * size + rotation) * model.width
-    mlp = 2 * weight_size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
-    return step.n_tokens * max(attention, mlp)
-
-
-def _mlp_backward_bytes(step: Step) -> int:
-    """What the MLP's backward makes less what it frees, when it leaves `out` or, if there is one, the gate.
-
-    Gradients of the stream, which autocast copies for `out` only, inside, and of `out.weight`, whose own copy goes.
-    """
-    model, (size, weight_size) = step.model, step.sizes
-    inner = size * _inner(model)
-    at_out = inner + (weight_size + (size if step.casts else 0)) * model.width
-    at_gate = 2 * inner + weight_size * model.width if model.mlp == "swiglu" else 0
-    return step.n_tokens * max(at_out, at_gate) + model.width * inner
 
 
 def _workspaces(device: Device) -> int:

@@ -59,14 +59,23 @@ def prepare(config: DictConfig) -> Job:
 
 
 def loss_plan(config: dict, loss: partial, device: torch.device, precision: str) -> plan.Plan | None:
-    """The plan by which `fused` computes the loss and the gradients of a micro-batch; None for another backend.
+    """The plan by which `fused` computes the loss and the gradients of a micro-batch.
+
+    None for another backend, and where the vocabulary is cut over ranks.
 
     Raises:
-        ValueError: nothing fits into budget_mib, in training or in validation.
+        ValueError: nothing fits into budget_mib, in training or in validation, or there is no plan that could.
     """
     if loss.func is not losses.fused:
         return None
     objective, chunk, budget_mib = (loss.keywords[name] for name in ("objective", "chunk", "budget_mib"))
+    if ranks.cuts_vocabulary(config["trainer"]):
+        if chunk == "auto" or budget_mib is not None:
+            raise ValueError(
+                f"chunk={chunk} with budget_mib={budget_mib}: trainer=tp_vocab makes no plan; give it a chunk of "
+                "rows, such as chunk=1024, and budget_mib=null"
+            )
+        return None
     dtype, weight_dtype = DTYPES[precision]
     has_bias = config["model"]["head_bias"]
     head = plan.Head(

@@ -6,11 +6,12 @@ import textwrap
 import altair as alt
 
 from logitless import palette
-from logitless.figures import Drawing, provenance_of_runs, status_of
+from logitless.figures import Drawing, provenance_of_runs
 from logitless.footprint import GIB
 from logitless.lengths import label_of, panels, problem, split, titled
 from logitless.panels import AXES, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, Panel
 from logitless.prediction import predicted_peaks
+from logitless.records import is_positive, outcome
 
 WIDTH, HEIGHT, COLUMNS = 380, 280, 2  # pixels of a panel, panels in a row
 ROOM = 1.15  # before the first and behind the last length, as a factor
@@ -23,8 +24,8 @@ def peak_memory(records: list[dict]) -> Drawing:
 
     def without_peak(record: dict) -> str | None:
         reason = problem(record)
-        if reason is None and record["status"] == "ok" and not _is_positive(record.get(_peak_of(record).y)):
-            return f"{status_of(record)}, no peak of a warmed-up step"
+        if reason is None and record["status"] == "ok" and not is_positive(record.get(_peak_of(record).y)):
+            return f"{outcome(record)}, no peak of a warmed-up step"
         return reason
 
     left_out, records = split(records, without_peak)
@@ -49,8 +50,8 @@ def speed(records: list[dict]) -> Drawing:
 
     def without_speed(record: dict) -> str | None:
         reason = problem(record)
-        if reason is None and record["status"] == "ok" and not _is_positive(record.get(SPEED.y)):
-            return f"{status_of(record)}, no {SPEED.y}"
+        if reason is None and record["status"] == "ok" and not is_positive(record.get(SPEED.y)):
+            return f"{outcome(record)}, no {SPEED.y}"
         return reason
 
     left_out, records = split(records, without_speed)
@@ -66,14 +67,10 @@ def speed(records: list[dict]) -> Drawing:
 def _limit(run: dict) -> float | None:
     """A run's limit on the axis of its peaks, in GiB; on a CPU the parameters, which it does not count, come on top."""
     limit, n_parameters = run.get("memory_limit_gib"), run.get("n_parameters")
-    if not _is_positive(limit):
+    if not is_positive(limit):
         return None
-    beside = 4 * n_parameters / GIB if _peak_of(run) is PEAK_LIVE_TENSORS and _is_positive(n_parameters) else 0
+    beside = 4 * n_parameters / GIB if _peak_of(run) is PEAK_LIVE_TENSORS and is_positive(n_parameters) else 0
     return limit + beside
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _peak_of(run: dict) -> Panel:
@@ -86,12 +83,12 @@ def _height(run: dict, unit: str) -> float | None:
     """Where the cross of a run stands: at its limit, else at the device's memory, else at its last good peak."""
     allocator = run.get("allocator") if isinstance(run.get("allocator"), dict) else {}
     candidates = (_limit(run), allocator.get("total_gib"), run.get(unit), run.get(f"cold_{unit}"))
-    return next((value for value in candidates if _is_positive(value)), None)
+    return next((value for value in candidates if is_positive(value)), None)
 
 
 def _point(run: dict, value: float | None) -> dict:
     facts = {"label": label_of(run), "seq_len": run["seq_len"], "value": value, "run": run["run_dir"]}
-    return facts | {"status": status_of(run), "is_oom": run["status"] == "oom"}
+    return facts | {"status": outcome(run), "is_oom": run["status"] == "oom"}
 
 
 def _encodings(runs: list[dict]) -> dict[str, alt.Color | alt.Shape]:

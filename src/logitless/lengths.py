@@ -1,19 +1,18 @@
 """Which runs may be compared over sequence lengths, and the lines and panels that they form."""
 
-import math
 from collections.abc import Callable
 
 from logitless import palette, settings
-from logitless.figures import FACTS, status_of
-from logitless.records import lacks
+from logitless.figures import FACTS
+from logitless.records import RESULTS, lacks, outcome
 
 NEEDED = {key: kind for key, kind in FACTS.items() if key != "curves"} | {"seq_len": int}
 
 
 def problem(record: dict) -> str | None:
     """Why a run has no place at a length, or None; one that ran out of memory has one."""
-    if record.get("status") not in ("ok", "oom"):
-        return status_of(record)
+    if record.get("status") not in RESULTS:
+        return outcome(record)
     missing = lacks(record, NEEDED)
     return f"no {', '.join(missing)}" if missing else None
 
@@ -55,18 +54,8 @@ def label_of(record: dict) -> str:
 
 
 def panels(records: list[dict]) -> dict[str, list[dict]]:
-    """The runs that may be compared, by what they alone have in common, small numbers first; "" if all may be."""
-    own = [settings.without(settings.settings_of(record), settings.INERT + settings.BACKEND) for record in records]
-    keys, found = settings.differing(own), {}
-    for record, mine in sorted(zip(records, own, strict=True), key=lambda pair: _order(pair[1], keys)):
-        found.setdefault(settings.in_words(mine, keys) or ("others" if keys else ""), []).append(record)
-    return found
-
-
-def _order(own: settings.Settings, keys: list[str]) -> list[tuple[bool, float, str]]:
-    """Sorts settings by the numbers, then the words, under `keys`; what is not set comes first."""
-    values = [own.get(key, -math.inf) for key in keys]
-    return [(False, value, "") if isinstance(value, int | float) else (True, 0.0, str(value)) for value in values]
+    """The runs that may be compared, by what they alone have in common."""
+    return settings.alike(records, settings.INERT + settings.BACKEND)
 
 
 def titled(text: str, records: list[dict]) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from logitless.records import PEAKS, RESULTS
+
 CURVES = Path("curves") / "metrics.csv"  # in the run's folder
-PEAKS = ("peak_allocated_gib", "peak_reserved_gib", "peak_live_tensor_gib")  # W&B takes no summary of a pattern
-SUMMARIES = {"val/loss": "min", "val/accuracy": "max"} | {f"memory/{name}": "max" for name in PEAKS}
+SUMMARIES = {"val/loss": "min", "val/accuracy": "max"}
+SUMMARIES |= {f"memory/{name}": "max" for name in (*PEAKS, "peak_reserved_gib")}  # W&B takes no summary of a pattern
 FINISH_TIMEOUT_S = 60  # for a server that was lost; what is not uploaded by then is on disk, for `wandb sync`
 INIT_TIMEOUT_S = 20  # an unreachable server costs a few times this before the run goes offline
 
@@ -44,7 +46,7 @@ class Loggers:
         if self._wandb is not None:
             try:
                 self._wandb.summary.update(summary)
-                self._wandb.finish(exit_code=0 if summary["status"] in ("ok", "oom") else 1)
+                self._wandb.finish(exit_code=0 if summary["status"] in RESULTS else 1)
             except Exception as error:
                 _tell(f"wandb: {error!r}; the record and the curves are whole without it")
 

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from kernels import vocab_shard
 from kernels.reference import LossSums
+from kernels.vocab_shard import VocabShard
 from logitless.losses import LossBackend
 
 
@@ -87,10 +91,15 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, width))
         self.bias = nn.Parameter(torch.zeros(vocab)) if bias else None
+        self.shard: VocabShard | None = None  # of a vocabulary that is cut over ranks
 
     def forward(self, hidden: Tensor, labels: Tensor, loss: LossBackend) -> LossSums:
         """Loss sums of hidden [B, T, D] against labels [B, T]."""
-        return loss(hidden.flatten(0, 1), self.weight, labels.flatten(), bias=self.bias)
+        hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        if self.shard is None:
+            return loss(hidden, self.weight, labels, bias=self.bias)
+        bias = None if self.bias is None else self.bias.to_local()
+        return loss(hidden, self.weight.to_local(), labels, bias=bias, shard=self.shard)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V], for generation."""
@@ -167,6 +176,25 @@ class GPT(nn.Module):
                 depth = 2 * self.config.n_layers if name.endswith("out.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
+    def cut_vocabulary(self, mesh: DeviceMesh) -> set[nn.Parameter]:
+        """Leaves this rank of a 1-D mesh its classes of the head, as DTensors with Shard(0), which it returns.
+
+        A tied embedding is cut with the head. Raises ValueError where a rank would have no class.
+        """
+        shard = VocabShard(mesh.get_group(), self.config.padded_vocab_size)
+
+        def cut(whole: nn.Parameter) -> nn.Parameter:
+            own = whole.detach()[shard.classes].to(mesh.device_type, copy=True)
+            layout = {"shape": whole.shape, "stride": whole.stride()}
+            return nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], **layout))
+
+        self.head.shard, self.head.weight = shard, cut(self.head.weight)
+        if self.head.bias is not None:
+            self.head.bias = cut(self.head.bias)
+        if self.config.tied:
+            self.embedding.weight = self.head.weight
+        return set(self.head.parameters())
+
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """hidden [B, T, D] of tokens [B, T] int64; with a cache, tokens continue what it holds.
 
@@ -178,7 +206,7 @@ class GPT(nn.Module):
             raise ValueError(f"a cache of {start} positions is continued by one token at a time, got {tokens.shape[1]}")
         head_dim = self.config.width // self.config.n_heads
         rotary = _rotary_table(start, start + tokens.shape[1], head_dim, tokens.device)
-        x = self.embedding(tokens)
+        x = self._embed(tokens)
         recomputes = self.config.checkpoint and torch.is_grad_enabled()  # never with a cache: that is for no_grad
         for layer, block in enumerate(self.blocks):
             if recomputes:
@@ -188,6 +216,11 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.norm(x)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.config.tied and self.head.shard is not None:
+            return vocab_shard.embedding(tokens, self.embedding.weight.to_local(), self.head.shard)
+        return self.embedding(tokens)
 
     def compile_blocks(self) -> None:
         """Compiles the blocks, which share one graph a sequence length: whole models take as many times longer.

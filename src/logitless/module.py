@@ -31,6 +31,7 @@ class LanguageModel(pl.LightningModule):
         optimizer_settings: `lr`, `min_lr_ratio`, `warmup_steps`, `weight_decay`, `betas`, `grad_clip` (null: none).
         log_every: optimizer steps from one logged point of the curves to the next.
         nonfinite_steps: so many in a row without a finite loss and gradient norm end the run, at a logged point.
+        cuts_vocabulary: where parameters are cut over ranks, the head too is, over the vocabulary, and never whole.
         seed: for dropout. Every micro-batch seeds the generator anew, so that a resumed run draws the same masks.
     """
 
@@ -43,12 +44,14 @@ class LanguageModel(pl.LightningModule):
         log_every: int,
         nonfinite_steps: int,
         seed: int,
+        cuts_vocabulary: bool = False,
     ):
         super().__init__()
         self.save_hyperparameters("model")
         self.gpt = GPT(GPTConfig(**model))
         self.loss_backend, self.optimizer_settings = loss_backend, optimizer_settings
         self.log_every, self.nonfinite_steps, self.seed = log_every, nonfinite_steps, seed
+        self.cuts_vocabulary = cuts_vocabulary
         self.tokens_seen = 0
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
         self.validated_step: int | None = None
@@ -62,12 +65,15 @@ class LanguageModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Cuts the parameters over the ranks of the strategy's mesh, where it has one; Lightning calls it repeatedly.
 
-        The embedding and the head, which may share a weight, stay in the root's group, whole from forward to backward.
+        The embedding and the head, which may share a weight, stay in the root's group, whole from forward to backward,
+        unless the vocabulary is cut.
         """
         if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
             return
+        mesh = self.device_mesh["data_parallel"]
+        of_vocabulary = self.gpt.cut_vocabulary(mesh) if self.cuts_vocabulary else set()
         for module in (*self.gpt.blocks, self.gpt):
-            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+            fully_shard(module, mesh=mesh, ignored_params=of_vocabulary)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)

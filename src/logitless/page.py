@@ -1,14 +1,19 @@
-"""The report's page: figures, what is missing in them, all runs and the calculator, in one file without a network."""
+"""The report's page: figures, what is missing in them, all runs and the calculator, in one file without a network.
+
+The calculator of a head's memory is also docs/calculator.html, a page of its own.
+"""
 
 import html
 import json
 import os
+from importlib import resources
 
 import vl_convert
 
-from logitless import calculator, run_table
+from logitless import run_table
 from logitless.figures import Drawing
 
+ASSETS = resources.files("logitless") / "assets"
 DRAW = """
 for (const [name, spec] of Object.entries(SPECS)) vegaEmbed(`#${name}`, spec, {actions: false, renderer: "svg"});
 """
@@ -28,12 +33,31 @@ def page(drawings: dict[str, Drawing], records: list[dict]) -> str:
         *(f'<figure><div id="{name}"></div><figcaption>{_links(name)}</figcaption></figure>' for name in charts),
         missing(drawings),
         run_table.table(records),
-        calculator.fragment(),
+        calculator(),
     ]
     if charts:
         specs = json.dumps({name: chart.to_dict() for name, chart in charts.items()})
         body += [script(vl_convert.javascript_bundle()), script(f"const SPECS = {specs};{DRAW}")]
-    return calculator.shell("Logitless: report", "\n".join(body))
+    return document("Logitless: report", "\n".join(body))
+
+
+def calculator_page() -> str:
+    """The calculator alone as HTML."""
+    return document("Logitless: calculator", f"<h1>Logitless: calculator</h1>\n{calculator()}")
+
+
+def document(title: str, body: str) -> str:
+    """A whole document around `body`, which may fetch nothing."""
+    text = (ASSETS / "page.html").read_text("utf-8")
+    return text.replace("{title}", html.escape(title)).replace("{body}", body)
+
+
+def calculator() -> str:
+    """Controls, bars and their code as HTML; once a page."""
+    text = (ASSETS / "calculator.html").read_text("utf-8")
+    for name in ("plan", "calculator"):
+        text = text.replace(f"{{{name}}}", (ASSETS / f"{name}.js").read_text("utf-8"))
+    return text
 
 
 def script(code: str) -> str:

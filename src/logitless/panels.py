@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+from logitless.records import PEAKS
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -28,12 +30,12 @@ class Panel:
 
 TRAINING_LOSS = Panel("training_loss", "Training loss", "tokens", "train/loss", "nats a token", "curves")
 VALIDATION_LOSS = Panel("training_loss", "Validation loss", "tokens", "val/loss", "nats a token", "curves")
-PEAK_ALLOCATED = Panel("peak_memory", "Peak allocated", "seq_len", "peak_allocated_gib", "GiB", "runs")
-PEAK_LIVE_TENSORS = Panel("peak_memory", "Peak of live tensors", "seq_len", "peak_live_tensor_gib", "GiB", "runs")
+PEAK_PANELS = tuple(Panel("peak_memory", title, "seq_len", key, "GiB", "runs") for key, title in PEAKS.items())
+PEAK_ALLOCATED, PEAK_LIVE_TENSORS = PEAK_PANELS
 SPEED = Panel("speed", "Speed", "seq_len", "tokens_per_s", "tokens/s", "runs")
 FRONTIER = Panel("frontier", "Longest sequence that trains", "seq_len", "backend", "tokens", "bars")
 
-PANELS = (TRAINING_LOSS, VALIDATION_LOSS, PEAK_ALLOCATED, PEAK_LIVE_TENSORS, SPEED, FRONTIER)
+PANELS = (TRAINING_LOSS, VALIDATION_LOSS, *PEAK_PANELS, SPEED, FRONTIER)
 AXES = {"tokens": "tokens", "seq_len": "sequence length (tokens)"}
 # Of a run's summary: what ran out of memory or failed has partial numbers, which are no results.
 FILTERS = {"status": "ok"}

@@ -39,6 +39,11 @@ def local_rank(trainer: dict) -> int:
     return _from_environment(trainer, "LOCAL_RANK", "SLURM_LOCALID")
 
 
+def cuts_vocabulary(trainer: dict) -> bool:
+    """Whether the head is cut over the vocabulary, and never whole."""
+    return trainer.get("strategy") == "tp_vocab"
+
+
 def check(trainer: DictConfig, hydra_overrides: Sequence[str]) -> None:
     """Raises ValueError for ranks that would not find each other: on several machines, or in folders of their own."""
     if "strategy" not in trainer:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "record.jsonl"
 PACKAGES = ("triton", "lightning", "hydra-core", "wandb", "tokenizers")
+# Of training steps from the second on, in GiB: a GPU's, and a CPU's; with "cold_" before it that of the first.
+PEAKS = {"peak_allocated_gib": "Peak allocated", "peak_live_tensor_gib": "Peak of live tensors"}
+RESULTS = ("ok", "oom")  # the statuses of runs that tell what their configuration does
 
 
 def new_record(config: dict, device: "torch.device") -> dict:
@@ -57,13 +60,11 @@ def append_line(record: dict, path: Path) -> None:
 def read_records(paths: Iterable[Path]) -> list[dict]:
     """The records of runs, and rows of the benchmark, in files or below folders; stderr names broken lines.
 
-    Each has its folder as `run_dir`. Of a run's lines the last whole one counts, of a benchmark's each.
-
-    Raises:
-        OSError: for a file that cannot be read.
+    Each has its folder as `run_dir`. Of a run's lines the last whole one counts, of a benchmark's each. A file without
+    a whole line, or that cannot be read, is a record of the status "unreadable" with the reason as its `error`.
     """
-    files = (file for path in paths for file in (sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]))
-    return [record for file in dict.fromkeys(files) for record in _records(file)]
+    files = (file for path in paths for file in (_record_files(path) if path.is_dir() else [path]))
+    return [record for file in dict.fromkeys(files) for record in _records_or_reason(file)]
 
 
 def read_record(run_dir: Path) -> dict | None:
@@ -73,14 +74,36 @@ def read_record(run_dir: Path) -> dict | None:
     return records[-1] if records else None
 
 
+def _record_files(folder: Path) -> list[Path]:
+    """What is called a record in and below the folder, whatever it is, and one in each folder that cannot be listed."""
+    closed = []
+    tree = os.walk(folder, onerror=lambda error: closed.append(error.filename))
+    found = [own for own, folders, files in tree if FILE_NAME in (*folders, *files)]
+    return sorted(Path(own) / FILE_NAME for own in found + closed)
+
+
+def _records_or_reason(file: Path) -> list[dict]:
+    try:
+        if records := _records(file):
+            return records
+        file.read_bytes().decode()
+        reason = "no whole line in its record"
+    except UnicodeDecodeError:
+        reason = "its record is not UTF-8 text"
+    except OSError as error:
+        reason = f"its record: {error.strerror}"
+    run_dir = file.parent if file.name == FILE_NAME else file
+    return [{"run_dir": str(run_dir), "status": "unreadable", "error": reason}]
+
+
 def _records(file: Path) -> list[dict]:
     """The rows of a benchmark in the order of the file, then the run's record if it holds one."""
     rows, run = [], []
-    for line in file.read_text(errors="replace").splitlines():
+    for line in file.read_bytes().splitlines():
         try:
-            record = json.loads(line, parse_constant=lambda name: None)
+            record = json.loads(line.decode(), parse_constant=lambda name: None)
             record |= {"run_dir": str(file.parent)}  # TypeError unless it is a dictionary
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             print(f"{file}: skipped a broken line", file=sys.stderr)
             continue
         if "method" in record:
@@ -90,13 +113,37 @@ def _records(file: Path) -> list[dict]:
     return rows + run
 
 
+def outcome(record: dict) -> str:
+    """How a run ended: `ok after 200 steps`, `OOM at step 2, backward`, `error at step 3, forward: ValueError: ...`."""
+    status = record.get("status", "no status")
+    if status == "started":
+        return "started, not ended (running, or killed)"
+    if status == "ok":
+        return f"ok after {record.get('steps', 0)} steps"
+    if status == "oom":
+        return f"OOM{place(record)}"
+    error = str(record.get("error") or "").strip().partition("\n")[0]
+    return f"{status}{place(record)}{f': {error}' if error else ''}"
+
+
+def place(record: dict) -> str:
+    """` at step 2, backward`, or nothing if training had not begun."""
+    step, phase = record.get("step"), record.get("phase")
+    return f" at step {step}, {phase}" if step is not None and phase else ""
+
+
 def lacks(record: dict, kinds: dict[str, type]) -> list[str]:
     """The keys of `kinds` under which the record has no such value; numbers must be positive and finite."""
 
     def is_right(value: object, kind: type) -> bool:
-        return isinstance(value, kind) and (not isinstance(value, int | float) or 0 < value < math.inf)
+        return isinstance(value, kind) and (not isinstance(value, int | float) or is_positive(value))
 
     return [key for key, kind in kinds.items() if not is_right(record.get(key), kind)]
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a number, positive and finite."""
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def package_version(package: str) -> str | None:

@@ -5,11 +5,12 @@ import math
 from collections.abc import Iterable
 
 from logitless import settings
-from logitless.figures import PEAKS, UNREADABLE
+from logitless.panels import PEAK_PANELS, Panel
+from logitless.records import outcome
 
 FIRST = ("backend", "chunk", "seq_len")  # columns
 RESULTS = ("tokens/s", "training loss (nats a token)", "validation loss (nats a token)")
-MOST_LETTERS = 120  # of an error
+MOST_LETTERS = 150  # of how a run ended
 
 
 def counted(records: list[dict]) -> str:
@@ -31,11 +32,11 @@ def table(records: list[dict]) -> str:
     whole = [mine for mine, record in zip(own, records, strict=True) if isinstance(record.get("config"), dict)] or own
     keys = [key for key in settings.differing(whole) if key not in FIRST]
     common = {key: value for key, value in whole[0].items() if key not in (*FIRST, *keys)}
-    units = [unit for unit in PEAKS if any(unit in record for record in records)]
-    columns = [*FIRST, "status", *(PEAKS[unit] for unit in units), *RESULTS, *keys, "folder"]
+    peaks = [panel for panel in PEAK_PANELS if any(panel.y in record for record in records)]
+    columns = [*FIRST, "status", *(panel.y_title() for panel in peaks), *RESULTS, *keys, "folder"]
     rows = sorted(zip(own, records, strict=True), key=lambda row: [_sortable(row[0].get(key)) for key in FIRST])
     lines = [
-        _row(record, [*_texts(mine, FIRST), *_results(record, units), *_texts(mine, keys), _text(record["run_dir"])])
+        _row(record, [*_texts(mine, FIRST), *_results(record, peaks), *_texts(mine, keys), _text(record["run_dir"])])
         for mine, record in rows
     ]
     shared = "".join(f"<li>{html.escape(key)} = {_text(value)}</li>" for key, value in common.items())
@@ -48,23 +49,6 @@ def table(records: list[dict]) -> str:
     )
 
 
-def status(record: dict) -> str:
-    """`ok`, `OOM at step 2, backward`, `error at step 3, forward: ValueError: ...`."""
-    kind = record.get("status", "no status")
-    if kind in ("ok", UNREADABLE):
-        return kind
-    if kind == "started":
-        return "started, not ended (running, or killed)"
-    words = "OOM" if kind == "oom" else str(kind)
-    if record.get("step") is not None:
-        words += f" at step {record['step']}, {record.get('phase')}"
-    if record.get("exit_code") is not None:
-        words += f", exit code {record['exit_code']}"
-    if kind != "oom" and record.get("error"):
-        words += f": {str(record['error']).splitlines()[0][:MOST_LETTERS]}"
-    return words
-
-
 def _row(record: dict, cells: list[str]) -> str:
     kind = record.get("status") if record.get("status") in ("ok", "oom") else "error"
     return f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -74,12 +58,12 @@ def _texts(own: settings.Settings, keys: Iterable[str]) -> list[str]:
     return [_text(own.get(key)) for key in keys]
 
 
-def _results(record: dict, units: list[str]) -> list[str]:
+def _results(record: dict, panels: list[Panel]) -> list[str]:
     partial = "" if record.get("status") == "ok" else " so far"
-    peaks = [_number(record.get(unit), ".2f") for unit in units]
+    peaks = [_number(record.get(panel.y), ".2f") for panel in panels]
     losses = [_number(record.get(name), ".4f") for name in ("train_loss", "val_loss")]
     speed = _number(record.get("tokens_per_s"), ",.0f")
-    return [_text(status(record)), *(peak and peak + partial for peak in peaks), speed, *losses]
+    return [_text(outcome(record)[:MOST_LETTERS]), *(peak and peak + partial for peak in peaks), speed, *losses]
 
 
 def _number(value: object, form: str) -> str:

@@ -1,5 +1,6 @@
 """What runs were set to, from their records: what they share, and what they differ in."""
 
+import math
 from collections.abc import Iterable
 
 # Of a configuration: what says nothing about a run's memory or speed at a length.
@@ -54,6 +55,24 @@ def in_words(settings: Settings, keys: Iterable[str]) -> str:
     return ", ".join(
         WORDS.get(key, f"{key}={{}}").format(settings[key]) for key in keys if settings.get(key) is not None
     )
+
+
+def alike(records: list[dict], ignored: tuple[str, ...]) -> dict[str, list[dict]]:
+    """The runs that differ in what is ignored only, by what they alone have in common, small numbers first.
+
+    "" stands for all runs, "others" for those without any of the settings in which runs differ.
+    """
+    own = [without(settings_of(record), ignored) for record in records]
+    keys, found = differing(own), {}
+    for record, mine in sorted(zip(records, own, strict=True), key=lambda pair: _order(pair[1], keys)):
+        found.setdefault(in_words(mine, keys) or ("others" if keys else ""), []).append(record)
+    return found
+
+
+def _order(own: Settings, keys: list[str]) -> list[tuple[bool, float, str]]:
+    """Sorts settings by the numbers, then the words, under `keys`; what is not set comes first."""
+    values = [own.get(key, -math.inf) for key in keys]
+    return [(False, value, "") if isinstance(value, int | float) else (True, 0.0, str(value)) for value in values]
 
 
 def key_of(settings: Settings) -> tuple:

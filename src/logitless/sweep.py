@@ -12,17 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile, islice
 from pathlib import Path
 
-from logitless.records import FILE_NAME, append_line, read_record
+from logitless.records import FILE_NAME, PEAKS, RESULTS, append_line, outcome, read_record
 
 OUTPUT = "output.txt"  # what a job printed
 LOCK = ".lock"
-FINAL = ("ok", "oom", "error")
-RESULTS = ("ok", "oom")
-PEAKS = ("peak_allocated_gib", "peak_live_tensor_gib", "cold_peak_allocated_gib", "cold_peak_live_tensor_gib")
+FINAL = (*RESULTS, "error")
 TAIL_BYTES = 4096
-TAIL_LINES = 5
+MOST_LINES = 5  # of an error
 SIGNALS = {number.value: number.name for number in signal.Signals}
 HYDRA_HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
 
@@ -110,7 +109,7 @@ def close_record(run_dir: Path, overrides: Sequence[str], folder: Path, reason: 
 
 
 def reason_of_end(exit_code: int, output: Path) -> str:
-    """Why a process ended that left no word in its record: its signal, or its last lines."""
+    """Why a process ended that left no word in its record: its signal, or the error that it printed last."""
     if exit_code < 0:
         return f"killed by {SIGNALS.get(-exit_code, f'signal {-exit_code}')}"
     with open(output, "rb") as stream:
@@ -119,25 +118,29 @@ def reason_of_end(exit_code: int, output: Path) -> str:
     lines = [line for line in lines if line and not line.startswith(HYDRA_HINT)]
     if exit_code and lines and lines[-1].startswith("error: "):  # by which our scripts refuse a value
         return lines[-1].removeprefix("error: ")
-    if exit_code and any(line.startswith("Traceback ") for line in lines):
-        return "\n".join(lines[-TAIL_LINES:])
+    if exit_code and (error := _error_of(lines)):
+        return error
     return f"it ended with status {exit_code} before it was done{f', after: {lines[-1]}' if lines else ''}"
 
 
-def outcome(record: dict | None) -> str:
-    """A record in a few words: `0.5 GiB, 1,000 tokens/s`, `OOM at step 2, backward`, or `error: ` and the last line."""
+def _error_of(lines: list[str]) -> str:
+    """What stands below the frames of the last traceback among `lines`, or nothing."""
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback ")]
+    below = dropwhile(lambda line: line.startswith(" "), lines[starts[-1] + 1 :] if starts else [])
+    return "\n".join(islice(below, MOST_LINES))
+
+
+def result(record: dict | None) -> str:
+    """What came of a job: `0.5 GiB, 1,000 tokens/s`, `OOM at step 2, backward`, or `error: ` and its first line."""
     if record is None:
         return "did not end"
-    if record["status"] == "ok":
-        return f"{peak(record)}, {speed(record)} tokens/s"
-    if record["status"] == "oom":
-        return f"OOM{place(record)}"
-    return f"error{place(record)}: {' '.join((record.get('error') or '').strip().splitlines()[-1:])}"
+    return f"{peak(record)}, {speed(record)} tokens/s" if record["status"] == "ok" else outcome(record)
 
 
 def peak(record: dict) -> str:
     """The peak of memory in GiB; of the first step if there was no other."""
-    found = [record[name] for name in PEAKS if isinstance(record.get(name), int | float)]
+    names = [*PEAKS, *(f"cold_{name}" for name in PEAKS)]
+    found = [record[name] for name in names if isinstance(record.get(name), int | float)]
     return f"{found[0]:.3f} GiB" if found else "-"
 
 
@@ -145,12 +148,6 @@ def speed(record: dict) -> str:
     """Tokens a second."""
     tokens_per_s = record.get("tokens_per_s")
     return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
-
-
-def place(record: dict) -> str:
-    """` at step 2, backward`, or nothing if training had not begun."""
-    step, phase = record.get("step"), record.get("phase")
-    return f" at step {step}, {phase}" if step is not None and phase else ""
 
 
 class Progress:
@@ -166,8 +163,9 @@ class Progress:
         self.seconds: list[float] = []
 
     def start(self, number: int, label: str) -> None:
-        """Job `number`, counted from 1, starts."""
-        self.name = f"job {number}{f' of {self.total}' if self.total else ''}: {label}".rstrip(": ")
+        """A job starts in the folder `number`."""
+        place = f" ({self.total - self.left + 1} of {self.total})" if self.total else ""
+        self.name = f"job {number}{place}: {label}".rstrip(": ")
         self.started = time.monotonic()
         print(self.name, flush=True)
 
@@ -175,7 +173,7 @@ class Progress:
         """The job that was started last has ended."""
         self.seconds.append(time.monotonic() - self.started)
         self.left -= 1
-        text = f"  {outcome(record)}; {_duration(self.seconds[-1])}"
+        text = f"  {result(record)}; {_duration(self.seconds[-1])}"
         if self.left > 0:
             text += f", about {_duration(self.left * sum(self.seconds) / len(self.seconds))} left"
         print(text, flush=True)
@@ -186,7 +184,7 @@ def tell_failure(name: str, record: dict | None) -> None:
     """Names a job that did not end ok or out of memory, with its folder, on stderr."""
     if record is None or record["status"] not in RESULTS:
         where = "" if record is None else f", see {record['run_dir']}"
-        print(f"{name}: {outcome(record)}{where}", file=sys.stderr, flush=True)
+        print(f"{name}: {result(record)}{where}", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,126 @@
+"""What a block and the head hold in a training step, in bytes, which `footprint` adds up. Pure Python.
+
+The head, c bytes to a number of the logits (2 in bf16-mixed, 4 in 32-true):
+
+    naive    8NV in forward (fp32 logits, log-softmax), 12NV in backward (log-softmax, its gradient, that of the logits)
+    inplace  cNV in both, and in backward the gradients of the GEMM's operands, cVD + cND
+    fused    what `kernels.plan` says
+
+Attention is flash or cuDNN's, memory-efficient for fp32 on a GPU, and that of the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kernels import plan
+from kernels.plan import Plan
+
+if TYPE_CHECKING:
+    from logitless.footprint import Step
+    from logitless.model import GPTConfig  # which imports torch
+
+BLOCK_ROWS = 64  # of kernels.reference
+
+
+def _inner(model: GPTConfig) -> int:
+    """Width inside the MLP."""
+    return -(-8 * model.width // 192) * 64 if model.mlp == "swiglu" else 4 * model.width
+
+
+def matrices(model: GPTConfig) -> int:
+    """Numbers in the matrices of a block."""
+    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * _inner(model)
+
+
+def norm_bytes(step: Step) -> int:
+    """What a norm keeps: its input, and a number a row; on a CPU, in fp32, also what it multiplies with its weight."""
+    return step.n_tokens * (step.model.width * (8 if step.is_cpu else step.sizes[1]) + 4)
+
+
+def block_bytes(step: Step) -> int:
+    """What autograd keeps of a block, besides its parameters.
+
+    Two norms. Of attention: input, qkv (for its last third, the values), rotated queries and keys, result, log-sums,
+    and a copy of the result with the heads side by side (memory-efficient attention has it so). Of the MLP: input, what
+    `up` gives and what `out` takes, and between them the activated gate, if there is one. The weights as autocast
+    copied them.
+    """
+    model, (size, _) = step.model, step.sizes
+    is_copied = step.is_cpu or size < 4
+    attention = size * (7 + is_copied) * model.width + 4 * model.n_heads
+    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * _inner(model))
+    casts = size * matrices(model) if step.casts else 0
+    return 2 * norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
+
+
+def block_forward_bytes(step: Step) -> int:
+    """What a block holds at most beside its input while autograd keeps nothing of it.
+
+    In attention, where the keys are rotated in fp32, or in the MLP, where the gated or activated numbers are made.
+    """
+    model, (size, weight_size) = step.model, step.sizes
+    rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
+    attention = (weight_size + 4 * size + rotation) * model.width
+    mlp = 2 * weight_size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
+    return step.n_tokens * max(attention, mlp)
+
+
+def mlp_backward_bytes(step: Step) -> int:
+    """What the MLP's backward makes less what it frees, when it leaves `out` or, if there is one, the gate.
+
+    Gradients of the stream, which autocast copies for `out` only, inside, and of `out.weight`, whose own copy goes.
+    """
+    model, (size, weight_size) = step.model, step.sizes
+    inner = size * _inner(model)
+    at_out = inner + (weight_size + (size if step.casts else 0)) * model.width
+    at_gate = 2 * inner + weight_size * model.width if model.mlp == "swiglu" else 0
+    return step.n_tokens * max(at_out, at_gate) + model.width * inner
+
+
+def head_plan(step: Step) -> Plan:
+    """What `fused` does at the end of the model. Raises ValueError if nothing fits into the budget."""
+    return plan.plan(_head(step), step.device, budget_mib=step.budget_mib, chunk=step.chunk)
+
+
+def _head(step: Step) -> plan.Head:
+    compute, weight = step.dtypes
+    dtypes = {"dtype": compute, "weight_dtype": weight, "hidden_dtype": weight}
+    shape, bias = (step.n_tokens, step.model.padded_vocab_size, step.model.width), step.model.head_bias
+    return plan.Head(*shape, **dtypes, grads=(True, True, bias), has_bias=bias)
+
+
+def head_bytes(step: Step, backend: str) -> tuple[int, int]:
+    """Of the head, from its hidden states on, the most that is alive at once in forward and in backward."""
+    n, v, d = step.n_tokens, step.model.padded_vocab_size, step.model.width
+    size, weight_size = step.sizes
+    hidden = weight_size * n * d
+    if backend == "fused":
+        chosen = head_plan(step)
+        forward, on_cpu = chosen.peak_bytes, _cpu_bytes(step, chosen.chunk)
+        if chosen.schedule == "vocab":  # forward makes dhidden only
+            only_hidden = replace(_head(step), grads=(True, False, False))
+            forward = plan.predict(only_hidden, step.device, schedule="vocab", chunk=chosen.chunk).peak_bytes
+        return hidden + forward + on_cpu, chosen.peak_bytes + on_cpu
+    kept = size * n * d + (size * v * d if step.casts else 0)
+    forward = kept + (hidden if step.casts else 0)
+    backward = kept + size * (n * v + v * d + n * d)
+    if backend == "naive":
+        return forward + 8 * n * v, max(kept + 12 * n * v, backward)
+    rows = _reference_bytes(step, n)
+    return forward + size * n * v + rows, max(backward, kept + size * n * v + rows)
+
+
+def _cpu_bytes(step: Step, chunk: int) -> int:
+    """What `fused` holds on a CPU beside its plan: rows in fp32, or fp32 copies of a GEMM's operands."""
+    chunk, v, d = min(chunk, step.n_tokens), step.model.padded_vocab_size, step.model.width
+    rows = _reference_bytes(step, chunk)
+    if not step.is_cpu or step.sizes[0] == 4 or (step.sizes[1] == 2 and chunk == step.n_tokens):
+        return rows
+    return max(rows, 4 * chunk * v + 4 * d * (v if step.casts else chunk))
+
+
+def _reference_bytes(step: Step, n_rows: int) -> int:
+    """What kernels.reference holds of a block of rows on a CPU: the logits and their exponentials in fp32."""
+    return 8 * min(BLOCK_ROWS, n_rows) * step.model.padded_vocab_size if step.is_cpu else 0
