@@ -19,8 +19,8 @@ import hydra
 from kernels.devices import Device, measured_device
 from kernels.plan import MIB
 from logitless.config import check_train_config
-from logitless.footprint import BACKENDS, GIB, Step, find_device, fits, longest, peak_bytes
-from logitless.footprint_parts import head_plan
+from logitless.footprint import BACKENDS, GIB, find_device, fits, longest, peak_bytes, usable_bytes
+from logitless.footprint_parts import Step, head_plan
 from logitless.model import GPTConfig, padded_vocab_size
 
 
@@ -72,7 +72,7 @@ def table(steps: list[Step]) -> str:
     first = steps[0]
     checkpoint = ", activation checkpointing" if first.model.checkpoint else ""
     lines = [
-        f"{first.device.name}, {first.usable_bytes / GIB:.1f} GiB usable; {first.precision}, batch size "
+        f"{first.device.name}, {usable_bytes(first) / GIB:.1f} GiB usable; {first.precision}, batch size "
         f"{first.batch_size}, V = {first.model.padded_vocab_size}{checkpoint}; peaks in GiB",
         f"{'seq_len':>8}" + "".join(f"{name:>22}" for name in BACKENDS) + "  plan of fused",
     ]

@@ -13,8 +13,10 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from logitless import processes
 from logitless.config import check_resumed_config
 from logitless.records import FILE_NAME
 from logitless.sweeper import identity
@@ -24,6 +26,8 @@ OVERRIDES = "overrides.yaml"
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # before anything else, which takes seconds
+        processes.die_with_parent()
     # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -41,7 +45,7 @@ def main(config: DictConfig) -> None:
     try:
         ranks.check(config.trainer, HydraConfig.get().overrides.hydra)
         job = prepare(started(config, run_dir, is_first=rank == 0))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, HydraException) as error:
         sys.exit(f"error: {error}")
     try:
         record = train(job, run_dir, overrides, sweep_dir)
@@ -49,12 +53,13 @@ def main(config: DictConfig) -> None:
             print(last_lines(record, run_dir))
     except SystemExit as error:
         reason = f" ({error})" if isinstance(error, Stopped) else ""
-        print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
+        if rank == 0:
+            print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
         if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
             sys.exit(TERMINATED)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
-    except (DivergedError, ResumeError, OSError) as error:  # no bug, and a traceback tells no more
-        sys.exit(f"error: {error}")
+    except (DivergedError, ResumeError, ranks.RankError, OSError) as error:  # no bug, and a traceback tells no more
+        sys.exit(f"error: {error}" if rank == 0 else 1)
     except Exception as error:
         if not is_out_of_memory(error, job.device):
             raise

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernels.devices import DEVICES
-from logitless.footprint import Step, longest, peak_bytes
+from logitless.footprint import longest, peak_bytes
+from logitless.footprint_parts import Step
 from logitless.model import GPTConfig
 
 GIB = 2**30

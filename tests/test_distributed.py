@@ -29,6 +29,7 @@ from logitless.checkpoints import ResumeError
 from logitless.data import Corpus, TextData
 from logitless.generation import load_checkpoint
 from logitless.model import Head
+from logitless.module import DivergedError
 
 STRATEGIES = ("ddp", "fsdp", "tp_vocab")
 ONE = ("max_steps=5", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5", "seed=2")
@@ -72,7 +73,7 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
-        with suppress(OSError):
+        with suppress(OSError, DivergedError):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
         (folder / f"classes-{run}-{rank}").write_text(" ".join(map(str, classes)))
         classes.clear()
@@ -100,6 +101,13 @@ class Runs:
         for strategy, first in RESUMED if self.world == 2 else []:
             resume = f"resume={self.folder / name(first, 'fused', 2)}"
             runs[f"{strategy}-from-{first}"] = strategy, [*ONE, "accumulate=2", "max_steps=7", resume]
+        if self.world == 2:
+            for strategy in STRATEGIES:
+                runs[f"profiled-{strategy}"] = strategy, ["max_steps=3", "val_every=2", "profile=true"]
+                runs[f"diverged-{strategy}"] = (
+                    strategy,
+                    ["lr=1e30", "nonfinite_steps=2", "grad_clip=null"],
+                )
         runs["full-disk"] = "ddp", ["max_steps=3", "checkpoint_every=1"]
         cpu = ["trainer.accelerator=cpu", f"trainer.devices={self.world}"]
         return [(run, [*overrides, f"trainer={strategy}", *cpu]) for run, (strategy, overrides) in runs.items()]
@@ -182,6 +190,49 @@ def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):
     assert (record["status"], record["steps"]) == ("error", 3)
     assert "could not be written: there is no checkpoint" in record["error"]
     assert record["val_loss"] > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_all_ranks_have_is_blamed_on_none(strategy, runs_of):
+    record = tiny.read_record(runs_of(2).folder / f"diverged-{strategy}")
+    assert record["status"] == "error"
+    assert record["error"].startswith("logitless.module.DivergedError: loss or gradient norm not finite since step")
+    assert "failed_rank" not in record
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_profiled_run_validates_after_its_last_step(strategy, runs_of):
+    """For which Lightning moves the model, and FSDP's parameters may have no weak references then."""
+    record = tiny.read_record(runs_of(2).folder / f"profiled-{strategy}")
+    assert (record["status"], record["steps"]) == ("ok", 3)
+    assert record["step_ms"]["head, loss"] > 0
+    assert tiny.read_curve(runs_of(2).folder / f"profiled-{strategy}", "val/loss").keys() == {2, 3}
+
+
+OOM = {"failed_rank": 1, "status": "oom", "error": "no memory"}
+LOST = {"failed_rank": 1, "status": "error", "error": "connection closed"}
+
+
+@pytest.mark.parametrize(
+    ("reports", "codes", "expected"),
+    [
+        ([], [None, None], None),
+        ([LOST], [1, -9], (2, "error")),
+        ([OOM], [1, -9], (1, "oom")),
+        ([LOST], [1, 1], (1, "error")),
+        ([], [3, -9], (2, "error")),
+        ([], [143, None], (1, "stopped")),
+        ([], [-15, None], (1, "stopped")),
+    ],
+)
+def test_of_ranks_that_failed_the_cause_is_named(reports, codes, expected, tmp_path):
+    for report in reports:
+        ranks.report_failure(tmp_path, report["failed_rank"], report)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=None), world_size=3, global_rank=0)
+    watch = ranks.Watch(trainer, tmp_path, give_up=None)
+    watch.children = [SimpleNamespace(poll=lambda code=code: code, returncode=code) for code in codes]
+    failure = watch.failure()
+    assert (failure and (failure["failed_rank"], failure["status"])) == expected
 
 
 def test_a_run_of_another_number_of_ranks_is_not_resumed(runs_of, tmp_path):
@@ -290,7 +341,7 @@ def run_app(
 
 
 ENDS = {
-    "1,killed,backward": ("error", "rank 1 ended with status -9"),
+    "1,killed,backward": ("error", "ended with status -9"),
     "1,hangs,forward": ("oom", "OutOfMemoryError: in a test"),  # rank 1 is out of memory, rank 0 waits without end
 }
 
@@ -320,6 +371,16 @@ def test_all_ranks_end_with_a_checkpoint_when_one_is_terminated(tmp_path):
     assert "failed_rank" not in record
 
 
+def test_without_checkpoints_sigterm_to_any_rank_ends_all_at_once(tmp_path):
+    options = ("trainer=ddp", "hydra.run.dir=run", "checkpoint_every=null")
+    result, seconds = run_app(tmp_path, "1,terminated,forward", *options)
+    assert result.returncode == 143
+    assert seconds < 40
+    record = tiny.read_record(tmp_path / "run")
+    assert (record["status"], record["steps"]) == ("stopped", 1)
+    assert record["error"].endswith("SIGTERM to rank 1")
+
+
 def test_a_sweep_goes_on_after_a_rank_that_is_out_of_memory(tmp_path):
     sweep = ("trainer=fsdp", "seed=1,2", "hydra.sweep.dir=sweep")
     result, _ = run_app(tmp_path, "1,oom,backward", *sweep, flags=("-m",))
@@ -339,9 +400,12 @@ wait -n && wait -n
 """
 
 
-@pytest.mark.parametrize("restart", [0, 1])
+@pytest.mark.parametrize("restart", [0, 1, 3])
 def test_the_script_for_slurm_trains_on_two_nodes_and_goes_on_when_it_is_requeued(restart, tmp_path):
-    """With a srun that starts both tasks here, and one that only says what it was asked for."""
+    """With a srun that starts both tasks here, and one that only says what it was asked for.
+
+    Only run 0 of the last job got as far as a checkpoint; the one before has none at all.
+    """
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/bash\necho "$@"\n' if restart else SRUN)
@@ -352,13 +416,18 @@ def test_the_script_for_slurm_trains_on_two_nodes_and_goes_on_when_it_is_requeue
     job |= {"NODELIST": "localhost", "RESTART_COUNT": str(restart)}
     environment = {f"SLURM_{name}": value for name, value in job.items()}
     environment |= {"PATH": f"{srun.parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    if restart == 3:
+        (tmp_path / "runs/77/0/checkpoints").mkdir(parents=True)
+        (tmp_path / "runs/77/0/checkpoints/previous.ckpt").touch()
+        (tmp_path / "runs/77/1/checkpoints").mkdir(parents=True)
     command = ["bash", "scripts/train.sbatch", *tiny.overrides(tmp_path, "trainer=fsdp", "trainer.accelerator=cpu")]
     result = subprocess.run(
         command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=100
     )
     assert result.returncode == 0, result.stderr
     if restart:
-        assert result.stdout.split()[-2:] == ["hydra.run.dir=runs/77/1", "resume=runs/77/0"]
+        resumed = ["resume=runs/77/0"] if restart == 3 else []
+        assert result.stdout.split()[-1 - len(resumed) :] == [f"hydra.run.dir=runs/77/{restart}", *resumed]
     else:
         record = tiny.read_record(tmp_path / "runs" / "77" / "0")
         assert (record["status"], record["world_size"], record["steps"]) == ("ok", 2, 4)

@@ -9,7 +9,8 @@ from tiny import ROOT
 
 from kernels.devices import DEVICES
 from logitless import curves, figures, frontier, head_figures, length_figures, lengths, palette, settings
-from logitless.footprint import Step, peak_bytes
+from logitless.footprint import peak_bytes
+from logitless.footprint_parts import Step
 from logitless.panels import PANELS
 from logitless.records import read_records
 
@@ -49,6 +50,15 @@ def test_a_setting_that_is_missing_false_or_written_otherwise_is_the_same_settin
     assert settings.in_words(both[1], ["model.checkpoint", "memory_limit_gib"]) == (
         "activation checkpointing, limit 24 GiB"
     )
+
+
+def test_runs_of_several_ranks_are_no_runs_of_one():
+    one = {"config": {"trainer": {"accelerator": "cpu", "strategy": "ddp"}}, "world_size": 1}
+    two, cut = one | {"world_size": 2}, {"config": {"trainer": {"strategy": "fsdp"}}, "world_size": 2}
+    assert settings.settings_of(one) == settings.settings_of({"config": {}})
+    assert settings.differing([settings.settings_of(run) for run in (one, two)]) == ["trainer.strategy", "world_size"]
+    assert settings.differing([settings.settings_of(two), settings.settings_of(cut)]) == ["trainer.strategy"]
+    assert settings.in_words(settings.settings_of(two), ["trainer.strategy", "world_size"]) == "ddp, 2 ranks"
 
 
 def test_peaks_are_lines_predictions_dashed_and_oom_a_cross_at_the_limit():

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from tiny import read_record, tiny, train
+from torch._dynamo.exc import BackendCompilerFailed
 
 from logitless import limits
 from logitless.limits import CpuMemoryLimit, memory_limit
@@ -135,6 +136,11 @@ def nearly_full(device: str):
         limits._limit_data(None)
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_compiler_that_runs_out_of_memory_is_out_of_memory():
+    for inner, is_oom in ((MemoryError("std::bad_alloc"), True), (ValueError("a bug"), False)):
+        assert is_out_of_memory(BackendCompilerFailed(lambda: None, inner, None)) == is_oom
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -175,6 +175,20 @@ def test_sigterm_ends_a_run_with_a_checkpoint_after_the_step_and_it_is_continued
     assert_same_run(tmp_path / "resumed", whole)
 
 
+def test_sigterm_after_the_last_step_ends_the_run_with_its_checkpoint(folder, tmp_path, at):
+    """In a validation that no step asked for, which comes after Lightning has given its signal handlers back."""
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody waits for the validation"))
+    try:
+        at(5, lambda: os.kill(os.getpid(), signal.SIGTERM), "validation_step")
+        with pytest.raises(Stopped):
+            train(tiny(folder, *OPTIONS, "max_steps=5", "checkpoint_every=100"), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    record = read_record(tmp_path / "run")
+    assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", 5, 5)
+    assert record["val_loss"] == read_curve(tmp_path / "run", "val/loss")[5]
+
+
 def damage_middle(file: Path) -> None:
     with open(file, "r+b") as stream:
         stream.seek(file.stat().st_size // 2)

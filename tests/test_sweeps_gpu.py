@@ -12,7 +12,8 @@ from sweep_runs import job_dirs, rows, run, statuses
 from tiny import ROOT, compose, overrides
 
 from kernels.devices import DEVICES
-from logitless.footprint import Step, peak_bytes
+from logitless.footprint import peak_bytes
+from logitless.footprint_parts import Step
 from logitless.memory import GIB
 from logitless.model import GPTConfig
 from logitless.records import read_record

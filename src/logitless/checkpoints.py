@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from logitless.loggers import CurveFile, read_rows
 
@@ -122,7 +123,7 @@ class Checkpoints(Checkpoint):
 
     Args:
         run_dir: the run's folder.
-        every: optimizer steps from one checkpoint to the next; None: none, and SIGTERM is left to others.
+        every: optimizer steps from one checkpoint to the next; None: none, and SIGTERM ends the run at once.
         files: the trainer's, which the first rank writes with.
         curves: the points so far are counted there; None on the other ranks.
         resumed_curves: those of the run that is continued.
@@ -144,10 +145,18 @@ class Checkpoints(Checkpoint):
 
     def on_load_checkpoint(self, trainer, module, checkpoint: dict) -> None:
         if checkpoint["world_size"] != trainer.world_size:
-            raise ResumeError(f"the run was of {checkpoint['world_size']} ranks, this one is of {trainer.world_size}")
+            raise ResumeError(
+                f"the run was of {checkpoint['world_size']} ranks, this one is of {trainer.world_size}: "
+                "a run goes on with as many as before (trainer.devices x trainer.num_nodes)"
+            )
         # The last batch of a run is not the last of one with more steps.
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
-        for step, values in read_rows(self.resumed_curves)[: checkpoint["curve_rows"]]:
+        rows = read_rows(self.resumed_curves)[: checkpoint["curve_rows"]]
+        if len(rows) < checkpoint["curve_rows"]:
+            _tell(
+                f"{self.resumed_curves} has {len(rows)} of the {checkpoint['curve_rows']} points before the checkpoint"
+            )
+        for step, values in rows:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
 
@@ -158,8 +167,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer, module) -> None:
         self._step = trainer.global_step
-        if self.every is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_sigterm)  # Lightning restores the former one
+        self.heed_sigterm()
         n_batches = self._step * trainer.accumulate_grad_batches
         if self._step and module.validated_step != self._step and n_batches % trainer.val_check_batch == 0:
             validation = trainer.fit_loop.epoch_loop.val_loop
@@ -167,7 +175,17 @@ class Checkpoints(Checkpoint):
             validation.run()
             trainer.training = True
 
+    def on_validation_start(self, trainer, module) -> None:
+        self.heed_sigterm()
+
+    def heed_sigterm(self) -> None:
+        """Replaces Lightning's handler, which would talk to the other ranks from inside a signal."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
     def _on_sigterm(self, number: int, frame: object) -> None:
+        if self.every is None:
+            sys.exit(TERMINATED)
         self._is_terminated = True
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
@@ -179,10 +197,6 @@ class Checkpoints(Checkpoint):
         if self._step % self.every == 0:
             self.save(trainer, module)
 
-    def on_train_end(self, trainer, module) -> None:
-        if self._is_terminated_anywhere(trainer):  # in the last validation
-            self._stop(trainer, module)
-
     def _must_stop(self, trainer, module) -> bool:
         may_agree = trainer.world_size == 1 or module.is_logging_step(self._step)
         return may_agree and self._is_terminated_anywhere(trainer)
@@ -193,6 +207,14 @@ class Checkpoints(Checkpoint):
     def _stop(self, trainer, module) -> None:
         self.save(trainer, module)
         raise Stopped(f"SIGTERM after step {self._step}; {self.last()}")
+
+    def save_at_end(self, trainer, module) -> None:
+        """Writes the last checkpoint of a run whose steps are done; raises Stopped if SIGTERM came meanwhile."""
+        if self.every is None:
+            return
+        self.save(trainer, module)
+        if self._is_terminated_anywhere(trainer):
+            raise Stopped(f"SIGTERM after step {trainer.global_step}, the last; {self.last()}")
 
     def save(self, trainer, module) -> None:
         """Writes a checkpoint, or says on stderr why it does not."""
@@ -220,5 +242,6 @@ class Checkpoints(Checkpoint):
         return f"the last checkpoint is that of step {self.saved_step}, {self.path}"
 
 
+@rank_zero_only
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -60,24 +60,28 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
         measured |= {**peaks.summary(), **module.losses}
         return counts | measured | checkpoints.facts()
 
+    def place() -> dict:
+        return {"step": position.step, "phase": position.phase}
+
     def give_up(failure: dict) -> None:
-        close(record | so_far() | failure)
+        close(record | so_far() | place() | failure)
 
     try:
         with meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=job.checkpoint, weights_only=True)
+            checkpoints.heed_sigterm()  # Lightning has restored the former handler
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
+                checkpoints.heed_sigterm()
+            checkpoints.save_at_end(trainer, module)
+            largest = {name: _largest(trainer, value) for name, value in peaks.summary().items()}
+            gpt = _whole(trainer, module)
     except BaseException:
-        record |= {"step": position.step, "phase": position.phase}
+        record |= place()
         raise
     finally:
         record |= so_far()
-    if config["checkpoint_every"] is not None:
-        checkpoints.save(trainer, module)
-        record |= checkpoints.facts()
-    record |= {name: _largest(trainer, value) for name, value in peaks.summary().items()}
-    gpt = _whole(trainer, module)
+    record |= largest
     is_finite = math.isfinite(module.losses["val_loss"])
     if loggers is not None:
         with torch.compiler.set_stance("force_eager"):  # every length of a text would be compiled

@@ -21,12 +21,12 @@ options of the loss or torch.compile. tests/test_footprint.py compares with bf16
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from kernels import plan
 from kernels.devices import DEVICES, Device
 from logitless.footprint_parts import (
+    Step,
     block_bytes,
     block_forward_bytes,
     head_bytes,
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
     from logitless.model import GPTConfig  # which imports torch
 
 BACKENDS = ("naive", "inplace", "fused")
-DTYPES = {  # to compute in, and of the weights, which is also that of the stream between the blocks
-    "32-true": ("fp32", "fp32"),
-    "bf16-mixed": ("bf16", "fp32"),
-    "16-mixed": ("fp16", "fp32"),
-    "bf16-true": ("bf16", "bf16"),
-}
 
 # A context takes about 0.5 GiB of the device. Of a limit of 24 GiB runs took 98.2% (docs/results/frontier_h200).
 USABLE_SHARE, USABLE_SHARE_OF_LIMIT = 0.95, 0.985
@@ -69,71 +63,6 @@ def find_device(name: str) -> Device:
         problem = "may be any of" if found else "is none of"
         raise ValueError(f"device {name!r} {problem} {', '.join(device.name for device in names)}")
     return found[0]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step of `model` on `batch_size` sequences of `seq_len` tokens.
-
-    Args:
-        model: dropout must be 0.
-        precision: a key of DTYPES.
-        chunk: rows of logits alive at once in `fused`; "auto" to let kernels.plan choose.
-        budget_mib: the largest transient of `fused`, or None, as in kernels.plan.
-        memory_limit_gib: what the allocator's segments may take of a GPU, or all but P of a CPU; None for no limit.
-    """
-
-    model: GPTConfig
-    device: Device
-    seq_len: int
-    batch_size: int
-    precision: str
-    chunk: int | str = "auto"
-    budget_mib: float | None = None
-    memory_limit_gib: float | None = None
-
-    def __post_init__(self):
-        if self.model.dropout:
-            raise ValueError(f"model.dropout={self.model.dropout}: its masks are not counted here, it must be 0")
-        if self.precision not in DTYPES:
-            raise ValueError(f"precision={self.precision} must be one of {', '.join(DTYPES)}")
-        if min(self.seq_len, self.batch_size) < 1:
-            raise ValueError(f"seq_len={self.seq_len} and batch_size={self.batch_size} must be >= 1")
-        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
-            raise ValueError(f"memory_limit_gib={self.memory_limit_gib} must be > 0")
-
-    @property
-    def n_tokens(self) -> int:
-        return self.batch_size * self.seq_len
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device.name == "cpu"
-
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """To compute in, and of weights and stream."""
-        return DTYPES[self.precision]
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a number of each of `dtypes`."""
-        compute, weight = self.dtypes
-        return plan.BYTES[compute], plan.BYTES[weight]
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast copies the weights."""
-        return self.sizes[0] != self.sizes[1]
-
-    @property
-    def usable_bytes(self) -> float:
-        """What tensors may take of the device's memory, and of the limit."""
-        of_device = USABLE_SHARE * self.device.memory_bytes
-        if self.memory_limit_gib is None:
-            return of_device
-        beside = self.sizes[1] * n_parameters(self.model) if self.is_cpu else 0
-        return min(of_device, beside + USABLE_SHARE_OF_LIMIT * self.memory_limit_gib * GIB)
 
 
 def n_parameters(model: GPTConfig) -> int:
@@ -209,10 +138,19 @@ def phases(step: Step, backend: str) -> dict[str, Parts]:
     }
 
 
+def usable_bytes(step: Step) -> float:
+    """What tensors may take of the device's memory, and of the limit."""
+    of_device = USABLE_SHARE * step.device.memory_bytes
+    if step.memory_limit_gib is None:
+        return of_device
+    beside = step.sizes[1] * n_parameters(step.model) if step.is_cpu else 0
+    return min(of_device, beside + USABLE_SHARE_OF_LIMIT * step.memory_limit_gib * GIB)
+
+
 def fits(step: Step, backend: str) -> bool:
-    """Whether the peak stays within `step.usable_bytes`, and a plan of `fused` within the budget."""
+    """Whether the peak stays within `usable_bytes`, and a plan of `fused` within the budget."""
     try:
-        return peak_bytes(step, backend) <= step.usable_bytes
+        return peak_bytes(step, backend) <= usable_bytes(step)
     except ValueError:
         if backend != "fused":
             raise

@@ -1,4 +1,4 @@
-"""What a block and the head hold in a training step, in bytes, which `footprint` adds up. Pure Python.
+"""A training step, and what a block and the head hold in it, in bytes, which `footprint` adds up. Pure Python.
 
 The head, c bytes to a number of the logits (2 in bf16-mixed, 4 in 32-true):
 
@@ -11,27 +11,89 @@ Attention is flash or cuDNN's, memory-efficient for fp32 on a GPU, and that of t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kernels import plan
+from kernels.devices import Device
 from kernels.plan import Plan
 
 if TYPE_CHECKING:
-    from logitless.footprint import Step
     from logitless.model import GPTConfig  # which imports torch
 
+DTYPES = {  # to compute in, and of the weights, which is also that of the stream between the blocks
+    "32-true": ("fp32", "fp32"),
+    "bf16-mixed": ("bf16", "fp32"),
+    "16-mixed": ("fp16", "fp32"),
+    "bf16-true": ("bf16", "bf16"),
+}
 BLOCK_ROWS = 64  # of kernels.reference
 
 
-def _inner(model: GPTConfig) -> int:
+@dataclass(frozen=True)
+class Step:
+    """A training step of `model` on `batch_size` sequences of `seq_len` tokens.
+
+    Args:
+        model: dropout must be 0.
+        precision: a key of DTYPES.
+        chunk: rows of logits alive at once in `fused`; "auto" to let kernels.plan choose.
+        budget_mib: the largest transient of `fused`, or None, as in kernels.plan.
+        memory_limit_gib: what the allocator's segments may take of a GPU, or all but P of a CPU; None for no limit.
+    """
+
+    model: GPTConfig
+    device: Device
+    seq_len: int
+    batch_size: int
+    precision: str
+    chunk: int | str = "auto"
+    budget_mib: float | None = None
+    memory_limit_gib: float | None = None
+
+    def __post_init__(self):
+        if self.model.dropout:
+            raise ValueError(f"model.dropout={self.model.dropout}: its masks are not counted here, it must be 0")
+        if self.precision not in DTYPES:
+            raise ValueError(f"precision={self.precision} must be one of {', '.join(DTYPES)}")
+        if min(self.seq_len, self.batch_size) < 1:
+            raise ValueError(f"seq_len={self.seq_len} and batch_size={self.batch_size} must be >= 1")
+        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+            raise ValueError(f"memory_limit_gib={self.memory_limit_gib} must be > 0")
+
+    @property
+    def n_tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.name == "cpu"
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """To compute in, and of weights and stream."""
+        return DTYPES[self.precision]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a number of each of `dtypes`."""
+        compute, weight = self.dtypes
+        return plan.BYTES[compute], plan.BYTES[weight]
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast copies the weights."""
+        return self.sizes[0] != self.sizes[1]
+
+
+def inner_width(model: GPTConfig) -> int:
     """Width inside the MLP."""
     return -(-8 * model.width // 192) * 64 if model.mlp == "swiglu" else 4 * model.width
 
 
 def matrices(model: GPTConfig) -> int:
     """Numbers in the matrices of a block."""
-    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * _inner(model)
+    return 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * inner_width(model)
 
 
 def norm_bytes(step: Step) -> int:
@@ -50,7 +112,7 @@ def block_bytes(step: Step) -> int:
     model, (size, _) = step.model, step.sizes
     is_copied = step.is_cpu or size < 4
     attention = size * (7 + is_copied) * model.width + 4 * model.n_heads
-    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * _inner(model))
+    mlp = size * (model.width + (4 if model.mlp == "swiglu" else 2) * inner_width(model))
     casts = size * matrices(model) if step.casts else 0
     return 2 * norm_bytes(step) + step.n_tokens * (attention + mlp) + casts
 
@@ -63,7 +125,7 @@ def block_forward_bytes(step: Step) -> int:
     model, (size, weight_size) = step.model, step.sizes
     rotation = 12 if size < 4 else 8  # the copy of the keys; both parts of a half, and its sum; the halves' result
     attention = (weight_size + 4 * size + rotation) * model.width
-    mlp = 2 * weight_size * model.width + size * (4 if model.mlp == "swiglu" else 2) * _inner(model)
+    mlp = 2 * weight_size * model.width + size * (4 if model.mlp == "swiglu" else 2) * inner_width(model)
     return step.n_tokens * max(attention, mlp)
 
 
@@ -73,7 +135,7 @@ def mlp_backward_bytes(step: Step) -> int:
     Gradients of the stream, which autocast copies for `out` only, inside, and of `out.weight`, whose own copy goes.
     """
     model, (size, weight_size) = step.model, step.sizes
-    inner = size * _inner(model)
+    inner = size * inner_width(model)
     at_out = inner + (weight_size + (size if step.casts else 0)) * model.width
     at_gate = 2 * inner + weight_size * model.width if model.mlp == "swiglu" else 0
     return step.n_tokens * max(at_out, at_gate) + model.width * inner

@@ -14,7 +14,7 @@ from logitless import losses, ranks
 from logitless.checkpoints import newest_checkpoint
 from logitless.config import check_train_config
 from logitless.data import Corpus, load_corpus
-from logitless.footprint import DTYPES
+from logitless.footprint_parts import DTYPES
 from logitless.limits import CpuMemoryLimit, CudaMemoryLimit, memory_limit
 from logitless.model import GPTConfig, padded_vocab_size
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from kernels.devices import DEVICES, Device
-from logitless.footprint import BACKENDS, GIB, Step, peak_bytes, peak_parts
+from logitless.footprint import BACKENDS, GIB, peak_bytes, peak_parts
+from logitless.footprint_parts import Step
 
 POINTS = 24  # of a predicted line
 OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "accumulate": 1}

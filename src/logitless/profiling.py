@@ -1,5 +1,6 @@
 """Where the milliseconds of an optimizer step go, by the part of the model that spends them."""
 
+import gc
 import re
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from logitless.footprint_parts import inner_width
 from logitless.memory import silent_stderr
 from logitless.model import GPTConfig
 
@@ -29,6 +31,8 @@ ELEMENTWISE = "norms, rotary, residuals, casts"
 class StepProfile(pl.Callback):
     """Profiles the `N_STEPS` optimizer steps before the first validation, or before the end of a shorter run.
 
+    Not step 1; of a resumed run those after its first.
+
     `milliseconds` then holds the mean of a step for each part: of kernels on a GPU, with `idle` for the time that none
     ran; of operators on a CPU, where `idle` is what Python took. Profiled steps are slower.
 
@@ -42,8 +46,12 @@ class StepProfile(pl.Callback):
         self.milliseconds: dict[str, float] = {}
         self._profile: profile | None = None
 
+    def on_train_start(self, trainer, module) -> None:
+        if trainer.global_step:  # a resumed run
+            self.last_step = min(trainer.global_step + 1 + N_STEPS, trainer.max_steps)
+
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        if self._profile is None and trainer.global_step == max(self.last_step - N_STEPS, 0):
+        if self._profile is None and trainer.global_step == self._first_step():
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if module.device.type == "cuda" else [])]
             self._profile = profile(activities=activities, record_shapes=True)
             with silent_stderr():
@@ -59,7 +67,13 @@ class StepProfile(pl.Callback):
         n_steps = trainer.global_step - self._first
         spent = microseconds(self._profile.events(), self.model)
         self.milliseconds = {part: value / 1e3 / n_steps for part, value in spent.items()}
+        self._profile = profile()  # the other one, a circle, holds on to parameters, which FSDP may want to swap
+        gc.collect()
         self.milliseconds["idle"] = max(1e3 * seconds / n_steps - sum(self.milliseconds.values()), 0.0)
+
+    def _first_step(self) -> int:
+        """How many steps come before: at least the first, which compiles, unless it is the only one."""
+        return max(self.last_step - N_STEPS, min(self.last_step - 1, 1))
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:
@@ -101,7 +115,7 @@ def part_of(names: Sequence[str], gemm_shapes: list | None, model: GPTConfig) ->
         return ELEMENTWISE
     left, right = [shape for shape in gemm_shapes if len(shape) == 2][:2]
     sizes = [*left, right[1]]  # of the matrix, and the number of tokens, in any order
-    if model.padded_vocab_size in sizes:
-        return "head, loss"
-    is_attention = 3 * model.width in sizes or sizes.count(model.width) == 2
-    return "attention's projections" if is_attention else "MLP"
+    if 3 * model.width in sizes or sizes.count(model.width) == 2:
+        return "attention's projections"
+    inner = inner_width(model)
+    return "MLP" if {inner, 2 * inner} & {*sizes} else "head, loss"  # of V classes, or of a rank's

@@ -7,10 +7,12 @@ run's folder, which rank 0 reads. Rank 0 may then be waiting for the dead rank, 
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
@@ -20,7 +22,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import DictConfig
 
-from logitless import processes
+from logitless.checkpoints import TERMINATED, Stopped
 from logitless.memory import is_out_of_memory
 
 EXTERNAL = "RANK", "SLURM_PROCID"  # set by torchrun, and by srun
@@ -80,18 +82,18 @@ def _strategy(name: str, world: int, timeout: timedelta) -> Strategy:
 
 def report_failure(run_dir: Path, rank: int, facts: dict) -> None:
     """Says in `run_dir` why this rank ends; rank 0 adds `facts` to its record."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / f"failed-rank{rank}.json"
     unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps({"failed_rank": rank, **facts}))
-    os.replace(unfinished, file)
+    with suppress(OSError):  # of a full disk, which may be the failure itself
+        run_dir.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({"failed_rank": rank, **facts}))
+        os.replace(unfinished, file)
 
 
-def reported_failure(run_dir: Path) -> dict | None:
-    """What the first rank to fail has reported, one that is out of memory before any other; None if none has."""
+def reported_failures(run_dir: Path) -> list[dict]:
+    """What ranks that failed have reported, the first first."""
     files = sorted(run_dir.glob("failed-rank*.json"), key=lambda file: file.stat().st_mtime)
-    failures = [json.loads(file.read_text()) for file in files]
-    return min(failures, key=lambda failure: failure["status"] != "oom", default=None)
+    return [json.loads(file.read_text()) for file in files]
 
 
 class RankError(RuntimeError):
@@ -139,23 +141,38 @@ class Watch:
             return
         failure = self._cause(error)
         self._kill_children()
-        if failure is not None:
-            raise (RankOutOfMemoryError if failure["status"] == "oom" else RankError)(failure) from error
+        if failure is None:
+            return
+        if failure["status"] == "stopped":
+            raise Stopped(f"SIGTERM to rank {failure['failed_rank']}") from error
+        raise (RankOutOfMemoryError if failure["status"] == "oom" else RankError)(failure) from error
 
     def failure(self) -> dict | None:
-        """The facts of another rank's failure: what it reported, or how it ended; None if all are well."""
-        reported = reported_failure(self.run_dir)
-        if reported:
-            return reported
-        for number, child in enumerate(self.children, start=1):
-            if child.poll():
-                error = f"rank {number} ended with status {child.returncode} without a word"
-                return {"failed_rank": number, "status": "error", "error": error}
-        return None
+        """The facts of another rank's failure: what it reported, or how it ended; None if all are well.
+
+        One that is out of memory goes before one that was killed, and this before those that have lost it.
+        """
+        reports = reported_failures(self.run_dir)
+        told = {report["failed_rank"] for report in reports}
+        silent = [
+            (number, child.returncode)
+            for number, child in enumerate(self.children, start=1)
+            if child.poll() and number not in told
+        ]
+        for report in reports:
+            if report["status"] == "oom":
+                return report
+        for number, code in sorted(silent, key=lambda rank: rank[1] > 0):
+            if code < 0 or not reports:
+                status = "stopped" if code in (TERMINATED, -signal.SIGTERM) else "error"
+                error = f"ended with status {code} without a word"
+                return {"failed_rank": number, "status": status, "error": error}
+        return reports[0] if reports else None
 
     def _cause(self, error: BaseException) -> dict | None:
-        if not isinstance(error, Exception) or is_out_of_memory(error) or not self._is_needed:
-            return None  # a signal to all ranks among them
+        # What a lost connection raises is a RuntimeError; other errors, and signals, all ranks have for themselves.
+        if not isinstance(error, RuntimeError) or is_out_of_memory(error) or not self._is_needed:
+            return None
         deadline = time.monotonic() + CAUSE_S  # a connection is lost a moment before the process that held it has ended
         while (failure := self.failure()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -172,16 +189,12 @@ class Watch:
             if self.failure() is not None and not self._is_over.wait(GRACE_S):
                 failure = self.failure()
                 print(f"rank {failure['failed_rank']}: {failure['error']}", file=sys.stderr, flush=True)
-                self.give_up(failure)
-                self._kill_children()
-                os._exit(1)
+                try:
+                    self.give_up(failure)
+                finally:
+                    self._kill_children()
+                    os._exit(1)
 
     def _adopt_children(self) -> None:
         while getattr(self.launcher, "procs", None):
             self.children.append(self.launcher.procs.pop(0))
-
-
-def follow_rank_zero(trainer: dict) -> None:
-    """Makes the kernel end this process together with the one that started it."""
-    if rank(trainer) > 0:
-        processes.die_with_parent()

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from logitless import memory, ranks
-from logitless.checkpoints import TERMINATED
+from logitless.checkpoints import TERMINATED, Stopped
 from logitless.fit import fit
 from logitless.job import Job
 from logitless.loggers import CURVES, Loggers
@@ -70,7 +70,6 @@ def train(job: Job, run_dir: Path, overrides: Sequence[str] = (), sweep_dir: str
 
 def _follow(job: Job, run_dir: Path) -> dict:
     """The part of a rank that is not the first: it computes, and writes nothing unless it fails."""
-    ranks.follow_rank_zero(job.config["trainer"])
     record = {}
     try:
         fit(job, None, run_dir, record, partial(_close, loggers=None, run_dir=run_dir))
@@ -101,7 +100,7 @@ def _close(record: dict, loggers: Loggers | None, run_dir: Path) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and error.__context__ is not None:
+    if isinstance(error, SystemExit) and not isinstance(error, Stopped) and error.__context__ is not None:
         error = error.__context__  # Lightning turns an interrupt into an exit
     return "".join(traceback.format_exception_only(error)).strip()
 

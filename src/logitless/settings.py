@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 # Of a configuration: what says nothing about a run's memory or speed at a length.
 INERT = ("seq_len", "max_steps", "lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "grad_clip", "seed")
-INERT += ("log_every", "val_every", "val_batches", "checkpoint_every", "ignore_index", "data", "tokenizer")
+INERT += ("log_every", "val_every", "val_batches", "checkpoint_every", "nonfinite_steps", "ignore_index", "data")
+INERT += ("tokenizer", "profile")
 # What is no setting of the run at all, or stands in the record as it was resolved.
 HIDDEN = ("chunk", "budget_mib", "loss", "logger", "cache_dir", "resume", "trainer", "precision")
 BACKEND = ("backend", "chunk", "budget_mib")  # what names a line of a figure; the rest names its panel
@@ -20,6 +21,8 @@ WORDS = {
     "seq_len": "T = {}",
     "backend": "{}",
     "device": "{}",
+    "trainer.strategy": "{}",
+    "world_size": "{} ranks",
     "precision": "{}",
 }
 
@@ -35,6 +38,9 @@ def settings_of(record: dict) -> Settings:
     flat = {key: value for key, value in _flat(config) if not _is_below(key, HIDDEN)}
     loss = config.get("loss") if isinstance(config.get("loss"), dict) else {}
     flat |= {"budget_mib": _plain(loss.get("budget_mib"))}
+    trainer, n_ranks = config.get("trainer"), record.get("world_size")
+    if isinstance(trainer, dict) and isinstance(n_ranks, int) and n_ranks > 1:
+        flat |= {"trainer.strategy": _plain(trainer.get("strategy")), "world_size": n_ranks}
     flat |= {key: _plain(record.get(key, flat.get(key))) for key in RESOLVED}
     return {key: value for key, value in flat.items() if value is not None and value is not False}
 
