@@ -7,6 +7,9 @@ import torch
 from tiny import BACKENDS, read_curve, read_record, tiny, train
 from torch._dynamo.utils import counters
 
+from logitless.model import GPT, GPTConfig
+from logitless.model import _rotary_table as rotary_table
+
 OPTIONS = ("model.n_layers=3", "compile=true")
 
 
@@ -55,3 +58,27 @@ def test_the_tenth_length_in_a_process_is_compiled_like_the_first(eager_graphs, 
         train(tiny(tmp_path, *OPTIONS, f"seq_len={length}", "max_steps=1"), tmp_path / str(length))
         n_graphs.append(graphs() - before)
     assert n_graphs == [2] * 10
+
+
+@pytest.mark.parametrize(("mlp", "widths"), [("gelu", 12), ("swiglu", 8 + 16 / 3)])
+def test_a_compiled_block_keeps_its_input_and_what_its_matrices_give(mlp, widths, inductor):
+    """Of what is activated, nothing; of queries, keys and values, no more than attention needs."""
+    torch.compiler.reset()
+    n_layers, width, tokens = 2, 192, torch.randint(64, (8, 64))
+    gpt = GPT(GPTConfig(n_layers, 3, width, 64, mlp, tied=True, head_bias=False, dropout=0.0))
+    gpt.compile_blocks()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(*tokens.shape, width, requires_grad=True)
+    rotary = rotary_table(0, tokens.shape[1], width // 3, x.device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for layer, block in enumerate(gpt.blocks):
+            x = block(x, rotary, None, layer)
+    assert sum(kept.values()) / (n_layers * x.nbytes) == pytest.approx(widths, abs=0.1)

@@ -98,7 +98,9 @@ def test_on_a_cpu_forward_and_backward_take_what_is_predicted(checkpoint, name, 
     predicted = {phase: sum(parts) for phase, parts in phases(step, backend).items()}
     assert predicted["forward"] == pytest.approx(forward, rel=0.01)
     # On a CPU the backward of a norm in bf16 makes copies in fp32, which are not counted.
-    assert peak_bytes(step, backend) == pytest.approx(max(forward, backward), rel=0.01 if precision == "32-true" else 0.02)
+    assert peak_bytes(step, backend) == pytest.approx(
+        max(forward, backward), rel=0.01 if precision == "32-true" else 0.02
+    )
     if backend != "fused":  # of which "head backward" is a bound only
         in_backward = max(size for phase, size in predicted.items() if "backward" in phase)
         assert in_backward == pytest.approx(backward, rel=0.02)
