@@ -144,7 +144,7 @@ class MLP(nn.Module):
         inner = self.up(x)
         if not torch.is_grad_enabled():
             return self._down(inner)
-        # Activated once more in backward, which is a cheap pass: else a block would keep the result, its largest tensor.
+        # Activated once more in backward, which is a cheap pass: else a block would keep its largest tensor twice.
         return checkpoint(self._down, inner, use_reentrant=False, preserve_rng_state=False)
 
     def _down(self, inner: Tensor) -> Tensor:
