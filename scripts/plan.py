@@ -18,7 +18,7 @@ import hydra
 
 from kernels.devices import Device, measured_device
 from kernels.plan import MIB
-from logitless.config import check_train_config
+from logitless.config import check_train_config, resolved_precision
 from logitless.footprint import BACKENDS, GIB, find_device, fits, longest, peak_bytes, usable_bytes
 from logitless.footprint_parts import Step, head_plan
 from logitless.model import GPTConfig, padded_vocab_size
@@ -54,9 +54,8 @@ def step(arguments: dict[str, str | None]) -> Step:
         config = hydra.compose("train", [f"{keys.get(name, name)}={value}" for name, value in given.items()])
     check_train_config(config)
     vocab = config.model.padded_vocab_size or padded_vocab_size(None, config.tokenizer.vocab_size)
-    device, precision = device_of(arguments["device"]), config.precision
-    if precision == "auto":
-        precision = "32-true" if device.name == "cpu" else "bf16-mixed"
+    device = device_of(arguments["device"])
+    precision = resolved_precision(config.precision, on_gpu=device.name != "cpu")
     model = GPTConfig(**{**config.model, "padded_vocab_size": vocab})
     limits = config.chunk, config.budget_mib, config.memory_limit_gib
     return Step(model, device, config.seq_len, config.batch_size, precision, *limits)

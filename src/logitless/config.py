@@ -141,6 +141,15 @@ def check_generate_config(config: DictConfig) -> None:
     _check(config, GENERATE)
 
 
+def resolved_precision(precision: str, *, on_gpu: bool) -> str:
+    """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
+    if precision == "16-mixed" and not on_gpu:
+        raise ValueError("precision=16-mixed needs a GPU: use bf16-mixed or 32-true")
+    if precision != "auto":
+        return precision
+    return "bf16-mixed" if on_gpu else "32-true"
+
+
 def _check(config: DictConfig, rules: dict[str, Rule]) -> None:
     if missing := OmegaConf.missing_keys(config):
         raise ValueError(f"{', '.join(sorted(missing))} must be given: add key=value to the command")

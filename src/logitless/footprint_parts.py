@@ -149,10 +149,23 @@ def head_plan(step: Step) -> Plan:
 
 
 def _head(step: Step) -> plan.Head:
-    compute, weight = step.dtypes
-    dtypes = {"dtype": compute, "weight_dtype": weight}
-    shape, bias = (step.n_tokens, step.model.padded_vocab_size, step.model.width), step.model.head_bias
-    return plan.Head(*shape, **dtypes, grads=(True, True, bias), has_bias=bias)
+    return head_of(step.model, step.n_tokens, step.precision)
+
+
+def head_of(model: GPTConfig, n_tokens: int, precision: str, lacking: str = "") -> plan.Head:
+    """What a plan is made for: the head of a micro-batch in training."""
+    dtype, weight_dtype = DTYPES[precision]
+    return plan.Head(
+        n_tokens,
+        model.padded_vocab_size,
+        model.width,
+        dtype,
+        weight_dtype,
+        hidden_dtype=dtype,
+        grads=(True, True, model.head_bias),
+        has_bias=model.head_bias,
+        lacking=lacking,
+    )
 
 
 def head_bytes(step: Step, backend: str) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from kernels import devices, plan
 from logitless import losses, ranks
 from logitless.checkpoints import newest_checkpoint
-from logitless.config import check_train_config
+from logitless.config import check_train_config, resolved_precision
 from logitless.data import Corpus, load_corpus
-from logitless.footprint_parts import DTYPES
+from logitless.footprint_parts import head_of
 from logitless.limits import CpuMemoryLimit, CudaMemoryLimit, memory_limit
 from logitless.model import GPTConfig, padded_vocab_size
 
@@ -47,7 +47,7 @@ def prepare(config: DictConfig) -> Job:
     checkpoint = None if config.resume is None else newest_checkpoint(Path(config.resume))
     device = _device(config.trainer)
     limit = memory_limit(config.memory_limit_gib, device)
-    precision = resolve_precision(config.precision, device)
+    precision = resolved_precision(config.precision, on_gpu=device.type == "cuda")
     plain = OmegaConf.to_container(config, resolve=True)
     corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
     vocab = padded_vocab_size(config.model.padded_vocab_size, corpus.tokenizer.get_vocab_size())
@@ -76,18 +76,9 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
                 "rows, such as chunk=1024, and budget_mib=null"
             )
         return None
-    dtype, weight_dtype = DTYPES[precision]
-    has_bias = config["model"]["head_bias"]
-    head = plan.Head(
-        n_tokens=config["batch_size"] * config["seq_len"],
-        vocab=config["model"]["padded_vocab_size"],
-        width=config["model"]["width"],
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        grads=(True, True, has_bias),
-        has_bias=has_bias,
-        lacking=plan.lacking(objective.label_smoothing, objective.softcap),
-    )
+    n_tokens = config["batch_size"] * config["seq_len"]
+    lacking = plan.lacking(objective.label_smoothing, objective.softcap)
+    head = head_of(GPTConfig(**config["model"]), n_tokens, precision, lacking)
     validation = replace(head, grads=(False, False, False))
     limits = {"budget_mib": budget_mib, "chunk": chunk}
     present = devices.present_device(str(device))
@@ -97,15 +88,6 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
     except ValueError as error:
         raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
     return chosen
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
-    if precision == "16-mixed" and device.type == "cpu":
-        raise ValueError("precision=16-mixed needs a GPU: use bf16-mixed or 32-true")
-    if precision != "auto":
-        return precision
-    return "bf16-mixed" if device.type == "cuda" else "32-true"
 
 
 def _device(trainer: DictConfig) -> torch.device:
