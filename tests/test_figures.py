@@ -160,7 +160,7 @@ def test_what_is_not_whole_is_left_out_with_its_reason():
         "killed": "started, not ended (running, or killed)",
         "error": "error",
         "text": "no seq_len",
-        "bare": "no backend, command, device, versions, seq_len",
+        "bare": "no backend, command, device, versions, config, seq_len",
         "none": "no status",
         "early": "run again later with the same settings and length",
     }

@@ -46,7 +46,7 @@ def prepare(config: DictConfig) -> Job:
     check_train_config(config)
     checkpoint = None if config.resume is None else newest_checkpoint(Path(config.resume))
     device = _device(config.trainer)
-    limit = memory_limit(config.memory_limit_gib, device)
+    limit = memory_limit(config.memory_limit_gib, device, is_compiled=config.compile)
     precision = resolve_precision(config.precision, device)
     plain = OmegaConf.to_container(config, resolve=True)
     corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
