@@ -143,9 +143,8 @@ def test_what_it_says_of_the_evaluation():
         f"This took {own['gemm_ms']:.1f} ms beside it, but {other['gemm_ms']:.1f} ms beside the next row, which makes"
     )
     words += f" {ratios[0]:.2f} or {ratios[1]:.2f}; on the second and third shape it is"
-    assert words + "".join(
-        f" {row_of(shape, 'evaluation')['ratio']:.2f}{end}" for shape, end in ((SECOND, " and"), (THIRD, "."))
-    )
+    words += f" {row_of(SECOND, 'evaluation')['ratio']:.2f} and {row_of(THIRD, 'evaluation')['ratio']:.2f}."
+    assert words in SECTION
     assert f"in the same run, it is {ratios[1]:.2f}" in RESULTS
 
 
@@ -166,14 +165,21 @@ def targets() -> list[list[str]]:
 
 
 def test_the_targets_are_met_and_missed_as_it_says():
-    assert len(targets()) == 13
+    set_by_issue_4 = [line[2:4] for line in targets()]
+    assert set_by_issue_4 == [
+        *(["1.03", "2.1"], ["1.20", "0.27"], ["1.43", "0.17"], ["1.38", "0.17"], ["1.50", "0.062"]),
+        *(["1.12", "0.47"], ["1.20", "0.35"], ["1.08", "3.2"], ["1.02", "4.05"], ["1.10", "3.2"], ["1.08", "0.1"]),
+        *(["report", "1"], ["report", "4"]),
+    ]
     weights = bench_rows("head_fp32_weight")
     for case, method, target, within, *found, verdict in targets():
         name, _, kind = case.partition(", ")
         shape = tuple(map(int, name.split(" x ")))
         is_fp32 = kind == "fp32 weight"
         row = row_of(shape, method, "uniform", weights) if is_fp32 else row_of(shape, method)
-        size = (row["transient_mib"] - is_fp32 * 2 * row["vocab"] * row["width"] / 2**20) / GIB
+        copy = is_fp32 * 2 * row["vocab"] * row["width"] / 2**20
+        assert not is_fp32 or f"the bf16 copy that autocast makes ({copy:,.0f})" in SECTION
+        size = (row["transient_mib"] - copy) / GIB
         assert found == [f"{row['ratio']:.2f}", f"{size:.3f}"], case
         assert size <= float(within)
         right = "" if target == "report" else "met" if row["ratio"] <= float(target) else "missed"
@@ -193,7 +199,14 @@ def test_every_missed_target_is_in_the_readme_with_what_arithmetic_says():
 
 def test_the_arithmetic_beside_the_missed_targets():
     assert 128 * 256 * 64 / 2048 == 1024
-    assert 128 * 256 / 16 == 2048
+    words = (
+        "a tile of 128 x 256 logits is $D/64$ steps of 1,024 cycles (2,048 multiply-adds a cycle and multiprocessor)"
+    )
+    assert words in SECTION
+    assert 128 * 256 / 16 == 32768 / 16 == 2048
+    assert "32,768 exponentials at 16 a cycle, 2,048 cycles in which no matrix product runs" in SECTION
+    assert "At $D = 768$ these are a seventh of a tile's 14,336 cycles, and $128/3D$ of all three products" in SECTION
+    assert "there are $8VD$ bytes for each further chunk at 4.25 TB/s" in SECTION
     assert 768 // 64 * 1024 + 2048 == 14336 == 7 * 2048
     words = ", ".join(f"{128 / (3 * d):.2f}" for d in (768, 2304)) + f" and {128 / (3 * 4096):.2f} at the three widths"
     assert words in SECTION
@@ -222,6 +235,8 @@ def test_what_peaked_inputs_change():
     assert {shape for shape, _ in pairs} == {FIRST, SECOND}
     changed = {key for key, (u, p) in pairs.items() if abs(p["total_ms"] / u["total_ms"] - 1) >= 0.02}
     own = ("ours C=1024", "ours vocab C=640", "ours within 64 MiB")
+    assert "change the times of all rows by less than 2%, but for these" in SECTION
+    assert "`ours vocab C=640`, which is also that of `ours within 64 MiB`" in SECTION
     assert changed == {(FIRST, "CCE"), *((SECOND, method) for method in own)}
     both = {key: [f"{row['total_ms']:.1f}" for row in pair] for key, pair in pairs.items()}
     uniform, peaked = both[FIRST, "CCE"]
@@ -263,6 +278,7 @@ def test_the_sizes_of_slabs_and_the_longest_first_call():
     assert f"took at most {longest:.1f} s" in SECTION
     assert f"at most {longest:.1f} s" in RESULTS
     assert {row["versions"]["torch"].partition("+")[0] for row in rows} == {"2.11.0"}
+    assert "`F.linear_cross_entropy` is not in torch 2.11." in SECTION
 
 
 def minute(time: str) -> int:
@@ -295,7 +311,7 @@ def test_each_row_is_in_the_table_of_times_beside_the_newest_commit_by_then():
 
 
 @pytest.mark.parametrize("name", ["head", "head_fp32_weight", "head_65536", "scaling"])
-def test_rows_older_than_the_shared_buffers_needed_up_to_17_mib_more(name):
+def test_rows_older_than_the_shared_buffers_needed_up_to_16_mib_more(name):
     device = devices.DEVICES["NVIDIA H200"]
     for row in bench_rows(name):
         if row.get("plan", {}).get("schedule") != "tokens" or not peer_table.is_ours(row):
@@ -303,4 +319,4 @@ def test_rows_older_than_the_shared_buffers_needed_up_to_17_mib_more(name):
         head = plan.Head(*shape_of(row), row["dtype"], row["weight_dtype"], grads=(True, True, False))
         today = plan.predict(head, device, schedule="tokens", chunk=row["plan"]["chunk"]).transient_bytes
         more = (row["plan"]["transient_bytes"] - today) / 2**20
-        assert (0 <= more <= 17) if row["time"] < "2026-11-30T01:42:26" else more == 0, (row["method"], is_budget(row))
+        assert (0 <= more <= 16) if row["time"] < "2026-11-30T01:42:26" else more == 0, (row["method"], is_budget(row))
