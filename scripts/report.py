@@ -67,6 +67,7 @@ def head_drawings(rows: list[dict]) -> dict[str, Drawing]:
     rows = [row for i, row in enumerate(rows) if not problems[i]]
     if rows and not any(row["status"] == "ok" for row in rows):
         notes.append("left out: all rows of the benchmark, of which none is ok")
+    notes += head_figures.left_out(rows)
     time_memory = Drawing(head_figures.head_time_memory(rows), {}, notes)
     return {"head_time_memory": time_memory, "head_scaling": Drawing(head_figures.head_scaling(rows), {})}
 

@@ -1,8 +1,12 @@
 """The figures of the benchmark show every row: as a point, a cross or a word."""
 
 import json
+import re
+
+from tiny import ROOT
 
 from logitless.bench.inputs import KINDS
+from logitless.records import read_records
 from logitless.report import head_figures
 
 
@@ -122,3 +126,43 @@ def test_a_row_without_what_a_figure_needs_is_told():
     assert head_figures.problem(row_of(8, 9, 4, ratio=None, total_ms=0.0)) == "ours: no total_ms, ratio"
     assert head_figures.problem(row_of(8, 9, None)) == "ours: there is no figure of logits alone"
     assert head_figures.problem({"method": "x"}).startswith("x: no status, command, inputs")
+
+
+def test_a_budget_with_a_plan_of_its_own_is_drawn_and_one_with_anothers_is_told():
+    def planned(method, chunk, **more) -> dict:
+        return row_of(8, 9, 4, method, plan={"schedule": "tokens", "chunk": chunk}, **more)
+
+    rows = [planned("ours within 1 MiB", 2), planned("ours within 2 MiB", 4, total_ms=5.0), planned("ours C=4", 4)]
+    rows += [
+        planned("ours within 3 MiB", 2),
+        row_of(8, 9, 4, "evaluation"),
+        planned("ours within 4 MiB", 4, inputs="x"),
+    ]
+    rows += [planned("ours within 9 MiB", 4, status="oom", total_ms=None)]
+    case = "N = 8, V = 9, D = 4, uniform inputs, bf16, bf16 weight, a GPU"
+    assert head_figures.left_out(rows) == [
+        "left out of head_time_memory, without gradients: evaluation",
+        "left out of head_time_memory, same plans again: ours within 2 MiB, 5.0 ms (ours C=4, 3.0 ms); "
+        f"ours within 3 MiB, 3.0 ms (ours within 1 MiB, 3.0 ms); {case}",
+    ]
+    drawing = json.dumps(head_figures.head_time_memory(rows).to_dict())
+    for method in ("ours within 1 MiB", "ours C=4", "ours within 4 MiB", "ours within 9 MiB: out of memory"):
+        assert f'"{method}"' in drawing
+    for method in ("ours within 2 MiB", "ours within 3 MiB", "evaluation"):
+        assert f'"{method}"' not in drawing
+
+
+def test_every_row_of_the_committed_benchmark_is_drawn_or_named():
+    rows = read_records([ROOT / "docs" / "results" / "bench_h200" / "head.jsonl"])
+    lines = head_figures.left_out(rows)
+    page = (ROOT / "docs" / "report" / "index.html").read_text()
+    assert [line for line in lines if f"<li>{line}</li>" not in page] == []
+    chart = head_figures.head_time_memory(rows).to_dict()
+    panels = {panel["title"]["text"]: json.dumps(panel) for line in chart["vconcat"] for panel in line["hconcat"]}
+    assert len(panels) == 5
+    for row in rows:
+        title = head_figures.panel_title(row, names_device=False)
+        is_drawn = f'"{row["method"]}"' in panels[title] or f"{row['method']}: {row['status']}" in panels[title]
+        told = [line for line in lines if "gradients" in line or title in line]
+        named = [line for line in told if re.search(rf"[:;,] {row['method']}[,;]|[:,] {row['method']}$", line)]
+        assert is_drawn != bool(named), (row["method"], title)

@@ -64,11 +64,8 @@ def problem(row: dict) -> str | None:
 
 
 def latest(rows: Iterable[dict]) -> list[dict]:
-    """The rows about heads with gradients, without those that a later row about the same replaces.
-
-    And without those of budgets, whose plans are other rows' over again.
-    """
-    rows = (row for row in rows if row["width"] and not row["method"].startswith(("evaluation", "ours within")))
+    """The rows about heads with gradients, without those that a later row about the same replaces."""
+    rows = (row for row in rows if row["width"] and not row["method"].startswith("evaluation"))
     kept = {(row["method"], shape_of(row), case_of(row)): row for row in rows}
     return list(kept.values())
 
@@ -95,11 +92,53 @@ def rows_of(rows: list[dict], sweeps: Sweeps | None) -> list[dict]:
     return swept if any(row["status"] == "ok" for row in swept) else []
 
 
-def head_time_memory(rows: list[dict]) -> alt.VConcatChart | None:
-    """Time against transient memory, one point a method and one panel a case, of rows that are not part of a sweep."""
+def repeats(rows: Iterable[dict]) -> list[tuple[dict, dict]]:
+    """Rows of budgets beside the row, of the same case, whose plan they repeat; of those that are "ok"."""
+    planned = [row for row in rows if row["status"] == "ok" and isinstance(row.get("plan"), dict)]
+    by_plan, found = {}, []
+    for row in sorted(planned, key=is_budget):  # the others first
+        own = by_plan.setdefault(
+            (shape_of(row), case_of(row), row["plan"].get("schedule"), row["plan"].get("chunk")), row
+        )
+        if own is not row and is_budget(row):
+            found.append((row, own))
+    return found
+
+
+def is_budget(row: dict) -> bool:
+    return row["method"].startswith("ours within")
+
+
+def left_out(rows: Iterable[dict]) -> list[str]:
+    """What `head_time_memory` does not draw, a line for each case and one for rows without gradients."""
+    rows = list(rows)
+    evaluations = dict.fromkeys(row["method"] for row in rows if row["method"].startswith("evaluation"))
+    lines = [f"left out of head_time_memory, without gradients: {', '.join(evaluations)}"] if evaluations else []
+    cases = {}
+    for row, own in repeats(_unswept(rows)):
+        words = f"{row['method']}, {row['total_ms']:.1f} ms ({own['method']}, {own['total_ms']:.1f} ms)"
+        cases.setdefault(panel_title(row, names_device=True), []).append(words)
+    lines += [
+        f"left out of head_time_memory, same plans again: {'; '.join(own)}; {case}" for case, own in cases.items()
+    ]
+    return lines
+
+
+def _unswept(rows: Iterable[dict]) -> list[dict]:
+    """The latest rows that are not part of a sweep; all if every one is."""
     rows = latest(rows)
     swept = rows_of(rows, find_sweeps(rows))
-    rows = [row for row in rows if row not in swept] or rows
+    return [row for row in rows if row not in swept] or rows
+
+
+def head_time_memory(rows: list[dict]) -> alt.VConcatChart | None:
+    """Time against transient memory, one point a method and one panel a case, of rows that are not part of a sweep.
+
+    A budget whose plan is another row's has no point of its own: `left_out` names it.
+    """
+    rows = _unswept(rows)
+    again = [id(row) for row, _ in repeats(rows)]
+    rows = [row for row in rows if id(row) not in again]
     if not any(row["status"] == "ok" for row in rows):
         return None
     panels = {}
@@ -151,8 +190,7 @@ def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
     ]
     failed = alt.Chart(alt.Data(values=corner)).encode(x=x, y=y, color=color)
     crosses = failed.mark_point(**palette.CROSS) + failed.mark_text(align="right", dx=-GAP).encode(text="label:N")
-    sizes = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", shape_of(rows[0]), strict=True))
-    title = f"{sizes}, {_case_in_words(rows[0], names_device)}"
+    title = panel_title(rows[0], names_device)
     missing = [f"{row['method']}: {row['status']}" for row in rows if row["status"] not in ("ok", "oom")]
     subtitle = textwrap.wrap(", ".join(missing), 80)
     layers = alt.layer(gemms, steps, leaders, dots, text, crosses).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
@@ -277,6 +315,11 @@ def _scaling_panel(
         limit = [{"size": size, "value": statistics.median(times)} for size, times in by_size.items() if times]
         layers.append(alt.Chart(alt.Data(values=limit)).mark_line(color="black", strokeDash=[5, 4]).encode(x=x, y=y))
     return alt.layer(*layers).properties(width=SWEEP_WIDTH, height=SWEEP_HEIGHT)
+
+
+def panel_title(row: dict, names_device: bool) -> str:
+    sizes = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", shape_of(row), strict=True))
+    return f"{sizes}, {_case_in_words(row, names_device)}"
 
 
 def _case_in_words(row: dict, names_device: bool) -> str:
