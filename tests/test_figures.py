@@ -15,6 +15,7 @@ from logitless.report import (
     backends_figure,
     frontier_figure,
     head_figures,
+    head_rows,
     length_figures,
     lengths,
     loss_figure,
@@ -296,7 +297,7 @@ def test_a_backend_has_one_colour_everywhere(tmp_path):
         palette.COLORS[name] for name in ("fused", "naive", "inplace")
     ]
     rows = read_records([ROOT / "docs" / "results" / "bench_h200" / "head.jsonl"])
-    rows = [row for row in rows if head_figures.problem(row) is None]
+    rows = [row for row in rows if head_rows.problem(row) is None]
     assert palette.COLORS["fused"] in json.dumps(head_figures.head_time_memory(rows).to_dict())
 
 

@@ -8,7 +8,7 @@ from tiny import ROOT
 from kernels import devices, plan
 from logitless.records import read_records
 from logitless.report import peer_table
-from logitless.report.head_figures import is_budget
+from logitless.report.head_rows import is_budget
 
 README = (ROOT / "README.md").read_text()
 SECTION = " ".join(README[README.index("## Against others") : README.index("## Which backend")].split())

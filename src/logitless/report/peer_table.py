@@ -8,7 +8,7 @@ same inputs. Memory is compared in whole MiB and the error in tenths of a thousa
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from logitless.report.head_figures import case_of, panel_title, shape_of
+from logitless.report.head_rows import case_of, panel_title, shape_of
 
 COLUMNS = ("peer", "ms", "MiB", "error", "ours", "ms", "MiB", "error", "our time / its")
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
