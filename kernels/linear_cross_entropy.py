@@ -7,6 +7,7 @@ backward GEMMs before the next part takes their memory. What part suits a budget
 Chunked heads: mgmalek/efficient_cross_entropy, Liger-Kernel (arXiv 2410.10989), CCE (arXiv 2411.09009), quack.
 """
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -197,42 +198,32 @@ def _plan(
         schedule = "tokens" if schedule == "auto" else schedule
         chunk = min(chunk, geometry.largest_chunk(weight.shape[0]))
     else:
-        dtypes = (DTYPES[d] for d in (dtype, weight.dtype, hidden.dtype))
         lacking = plan.lacking(objective.label_smoothing, objective.softcap)
         if not all(gemm.has_readable_rows(tensor, dtype) for tensor in (hidden, weight)):
             lacking = lacking or "rows that TMA cannot read"
-        sizes = [len(range(size)) for size in (*hidden.shape, *weight.shape)]  # a compiler's symbols become numbers
+        limits = {"chunk": chunk, "budget_mib": budget_mib, "schedule": schedule}
         schedule, chunk = _choose(
             str(hidden.device),
-            sizes[0],
-            *sizes[2:],
-            *dtypes,
-            *wanted,
-            per_token,
-            bias is not None,
-            lacking,
-            chunk,
-            budget_mib,
-            schedule,
+            limits,
+            n_tokens=operator.index(hidden.shape[0]),  # a compiler's symbols become numbers
+            vocab=operator.index(weight.shape[0]),
+            width=operator.index(weight.shape[1]),
+            dtype=DTYPES[dtype],
+            weight_dtype=DTYPES[weight.dtype],
+            hidden_dtype=DTYPES[hidden.dtype],
+            grads=tuple(wanted),
+            per_token=per_token,
+            has_bias=bias is not None,
+            lacking=lacking,
         )
     labels = labels.long().contiguous()  # int64, because an ignore_index may lie outside of int32
     return schedule, (hidden, weight, bias, labels, dtype, chunk, wanted, *objective.arguments())
 
 
 @torch.compiler.assume_constant_result  # computed once while compiling, not traced
-def _choose(device: str, *facts) -> tuple[str, int]:
-    *facts, chunk, budget_mib, schedule = facts
-    n_tokens, vocab, width, dtype, weight_dtype, hidden_dtype, *grads, per_token, has_bias, lacking = facts
-    head = plan.Head(
-        n_tokens, vocab, width, dtype, weight_dtype, hidden_dtype, tuple(grads), per_token, has_bias, lacking
-    )
-    chosen = plan.plan(
-        head,
-        devices.present_device(device),
-        budget_mib=budget_mib,
-        chunk=chunk,
-        schedule=schedule,
-    )
+def _choose(device: str, limits: dict, **facts) -> tuple[str, int]:
+    """Schedule and chunk. `facts` are the fields of a `plan.Head`, which a compiler would not take for a constant."""
+    chosen = plan.plan(plan.Head(**facts), devices.present_device(device), **limits)
     return chosen.schedule, chosen.chunk
 
 
