@@ -135,8 +135,8 @@ def plan(
         device: where.
         budget_mib: largest transient in MiB; None for no limit if `chunk` is a number, otherwise for DEFAULT_SHARE of
             the device's memory, or the smallest plan where none fits into that.
-        chunk: rows of logits alive at once (for slabs, about as much memory as these), which is obeyed; "auto" to
-            choose.
+        chunk: rows of logits alive at once (for slabs, at most the memory of these, or one tile of classes), which is
+            obeyed; "auto" to choose.
         schedule: "tokens" or "vocab", which is obeyed; "auto" to choose, which means tokens where a chunk is given.
 
     Raises:
