@@ -190,7 +190,7 @@ def fused_or_why_not(head: Head, device: Device) -> str:
 
 
 def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
-    """Bytes, operations and time of one schedule and chunk."""
+    """Bytes, operations and time of a schedule, "tokens" or "vocab", and a chunk >= 1, which are not checked."""
     chunk = min(chunk, max(head.n_tokens, 1))
     why_not = fused_or_why_not(head, device)
     multiprocessors = device.multiprocessors
