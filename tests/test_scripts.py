@@ -388,6 +388,16 @@ def test_plan_says_what_does_not_fit_and_the_longest_length_that_does(tmp_path, 
         assert 1024 < int(line.split()[-1]) < 1048576
 
 
+def test_plan_names_a_budget_that_would_do(tmp_path):
+    options = ("--model", "small", "--device", "H200", "--seq-len", "1024", "--budget-mib")
+    refused = script(tmp_path, "plan", *options, "0.001")
+    assert refused.returncode == 0, refused.stderr
+    found = re.search(
+        r"no plan fits into 0.001 MiB with chunk=1024; .* transient ([\d.]+) MiB$", refused.stdout, flags=re.M
+    )
+    assert "tokens, chunk 1024, " in script(tmp_path, "plan", *options, found[1]).stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
