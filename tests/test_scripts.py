@@ -121,7 +121,7 @@ def test_a_sweep_over_backends_leaves_a_record_for_each_also_for_one_that_is_ref
     records = [read_records([file.parent])[0] for file in sorted(tmp_path.glob("runs/*/*/record.jsonl"))]
     assert [record["status"] for record in records] == ["ok", "ok", "error"]
     assert [record["overrides"][0] for record in records] == ["loss=naive", "loss=inplace", "loss=fused"]
-    assert records[2]["error"].startswith("budget_mib=0.001 with chunk=1024: ")
+    assert records[2]["error"].startswith("budget_mib=0.001: ")
     assert f"error: {records[2]['error']}" in result.stdout.splitlines()[-1]
 
 

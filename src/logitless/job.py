@@ -97,7 +97,7 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
         chosen = plan.plan(head, present, **limits)
         plan.plan(validation, present, **limits)
     except ValueError as error:
-        raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
+        raise ValueError(f"budget_mib={budget_mib}: {error}") from error
     return chosen
 
 
