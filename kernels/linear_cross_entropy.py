@@ -96,8 +96,8 @@ def linear_cross_entropy(
         schedule, arguments = _plan(*tensors, objective, per_token=True, **limits)
         losses, *_ = head_ops.per_token(*arguments, schedule)
         return losses.view(target.shape)
-    # Known beforehand, 1/n goes into fused gradients at no cost, and an upstream gradient of 1 leaves them as they are.
-    # On the plain path backward passes over them once, as it would had the sum been divided afterwards.
+    # Known beforehand, 1/n costs nothing where the epilogue makes dlogits, and then an upstream gradient of 1 neither.
+    # On the plain path backward passes over the gradients once, as it would had the sum been divided afterwards.
     factor = None if reduction == "sum" else (labels != ignore_index).sum().clamp(min=1).float().reciprocal()
     return _sums(tensors, objective, limits, factor).loss
 

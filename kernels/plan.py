@@ -178,7 +178,7 @@ def _chunks(head: Head) -> Iterator[int]:
             yield chunk
 
 
-def fused_or_why_not(head: Head, device: Device) -> str:
+def why_no_epilogue(head: Head, device: Device) -> str:
     """ "" if the logits' own GEMM makes dlogits, or the reason why a kernel of its own does."""
     if device.capability is None or device.capability[0] not in (9, 10):
         return f"{device.name} is not of compute capability 9 or 10"
@@ -192,11 +192,11 @@ def fused_or_why_not(head: Head, device: Device) -> str:
 def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
     """Bytes, operations and time of a schedule, "tokens" or "vocab", and a chunk >= 1, which are not checked."""
     chunk = min(chunk, max(head.n_tokens, 1))
-    why_not = fused_or_why_not(head, device)
+    why_not = why_no_epilogue(head, device)
     multiprocessors = device.multiprocessors
-    forward, backward, returned = _bytes(head, schedule, chunk, multiprocessors, is_fused=not why_not)
-    gemms = list(_gemms(head, schedule, chunk, multiprocessors, is_fused=not why_not))
-    passes = _bytes_of_passes(head, schedule, chunk, is_fused=not why_not)
+    forward, backward, returned = _bytes(head, schedule, chunk, multiprocessors, uses_epilogue=not why_not)
+    gemms = list(_gemms(head, schedule, chunk, multiprocessors, uses_epilogue=not why_not))
+    passes = _bytes_of_passes(head, schedule, chunk, uses_epilogue=not why_not)
     rate = device.fp32_flops_per_s if head.dtype == "fp32" else device.half_flops_per_s
     launches = 2 * sum(gemm.count for gemm in gemms)  # each GEMM has about one small kernel beside it
     seconds = passes / device.bytes_per_s + sum(gemm.seconds(device, rate) for gemm in gemms)
@@ -214,7 +214,7 @@ def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
     )
 
 
-def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fused: bool) -> tuple[int, int, int]:
+def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, uses_epilogue: bool) -> tuple[int, int, int]:
     """Peaks of forward and backward above the live inputs, and the gradients returned."""
     n, v, d = head.n_tokens, head.vocab, head.width
     size = BYTES[head.dtype]
@@ -239,8 +239,8 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     ]
     vector = 4 * n
     logits = chunk * padded(v) * size
-    partials = 4 * class_tiles(v) * chunk if is_fused else 0
-    results = _result_bytes(head, chunk, is_fused=is_fused)
+    partials = 4 * class_tiles(v) * chunk if uses_epilogue else 0
+    results = _result_bytes(head, chunk, uses_epilogue=uses_epilogue)
 
     if not any(head.grads):
         return casts + results + 4 * vector, 0, 0
@@ -248,7 +248,7 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
         slab = n * padded(slab_classes(chunk, n, v, d, multiprocessors)) * size
         if not wants_hidden:
             forward = casts + results + 4 * vector
-        elif is_fused:
+        elif uses_epilogue:
             rows, classes = block_of(chunk, n, v, d, multiprocessors)
             rows = max(min(rows, n), 1)
             block = rows * (padded(classes) * size + 4 * d + 4 * class_tiles(v))
@@ -263,16 +263,16 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     if head.per_token:
         backward = sum(sums) + casts + max(logits + 3 * vector, sum(copies)) + 5 * vector
         return casts + results + 4 * vector, backward, returned
-    if is_fused:
+    if uses_epilogue:
         products = wants_hidden * (hidden_size < 4) * 4 * dhidden_rows(chunk, d, multiprocessors) * d
         logits += max(partials, products) + wants_weight * chunk * d * size + 2 * vector + 4 * chunk
     forward = sum(sums) + casts + logits + 4 * vector
     return forward, sum(sums) + sum(copies) + 2 * vector, returned
 
 
-def _result_bytes(head: Head, chunk: int, *, is_fused: bool) -> int:
+def _result_bytes(head: Head, chunk: int, *, uses_epilogue: bool) -> int:
     """Buffers of a pass that makes no gradients."""
-    if not is_fused:
+    if not uses_epilogue:
         return chunk * padded(head.vocab) * BYTES[head.dtype]
     return 24 * class_tiles(head.vocab) * min(STATISTICS_ROWS * chunk, head.n_tokens) + 8 * head.n_tokens
 
@@ -302,13 +302,13 @@ class _Gemm:
         return max(arithmetic, self.count * self.bytes / device.bytes_per_s)
 
 
-def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fused: bool) -> Iterator[_Gemm]:
+def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, uses_epilogue: bool) -> Iterator[_Gemm]:
     n, v, d, size = head.n_tokens, head.vocab, head.width, BYTES[head.dtype]
     wants_hidden, wants_weight, _ = head.grads
     chunks = n / chunk
-    epilogue = EPILOGUE_WIDTH if is_fused else 0
+    epilogue = EPILOGUE_WIDTH if uses_epilogue else 0
     rows, classes = chunk, v
-    if schedule == "vocab" and wants_hidden and is_fused:
+    if schedule == "vocab" and wants_hidden and uses_epilogue:
         rows, classes = block_of(chunk, n, v, d, multiprocessors)
         rows = max(min(rows, n), 1)
     operands, parts = (rows * d + classes * d) * size, n / rows * v / classes
@@ -329,12 +329,12 @@ def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
             yield _Gemm(chunks, v, d, chunk, (chunk * v + chunk * d) * size)
 
 
-def _bytes_of_passes(head: Head, schedule: str, chunk: int, *, is_fused: bool) -> int:
+def _bytes_of_passes(head: Head, schedule: str, chunk: int, *, uses_epilogue: bool) -> int:
     """Traffic of what is not a GEMM's own: row kernels, the sum of dweight, casts and scaling."""
     n, v, d, size = head.n_tokens, head.vocab, head.width, BYTES[head.dtype]
     weight_size = BYTES[head.weight_dtype or head.dtype]
-    total = 0 if is_fused else n * v * size * (3 if any(head.grads) else 1)
-    if not is_fused and any(head.grads) and (schedule == "vocab" or head.per_token):
+    total = 0 if uses_epilogue else n * v * size * (3 if any(head.grads) else 1)
+    if not uses_epilogue and any(head.grads) and (schedule == "vocab" or head.per_token):
         total += n * v * size * (2 if schedule == "vocab" else 1)
     if weight_size != size:
         total += v * d * (weight_size + size)

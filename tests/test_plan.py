@@ -115,7 +115,7 @@ def test_the_predicted_peak_is_the_measured_one(
 ):
     """Within 2%: vectors that only one of the paths has are counted for both."""
     if path == "fused" and dtype != "bf16":
-        pytest.skip("the fused path is for bf16")
+        pytest.skip("the epilogue is for bf16")
     for (n, v, d), has_bias, grads in itertools.product(
         [(2048, 20001, 64), (600, 16384, 128), (1000, 5000, 1024)], (False, True), GRADIENTS
     ):
