@@ -1,4 +1,4 @@
-# Every target needs Python 3.11 or newer with venv (Debian, Ubuntu: apt install python3-venv), nothing else.
+# Every target needs Python 3.11 or newer with venv (Debian, Ubuntu: apt install python3-venv) and a network.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -29,9 +29,10 @@ bench: install  ## compare implementations of the loss on two small shapes; a GP
 
 RESULTS := $(addprefix docs/results/,small_h200 frontier_h200 bench_h200/head.jsonl bench_h200/scaling.jsonl)
 
-report: install  ## make docs/report/index.html, its figures and docs/calculator.html from the records in docs/results
+report: install  ## make docs/report, docs/calculator.html and docs/peers.md from the records in docs/results
 	$(BIN)/python scripts/report.py $(RESULTS) --out docs/report
 	mv docs/report/calculator.html docs
+	$(BIN)/python scripts/peers.py $(addprefix docs/results/bench_h200/,head.jsonl head_65536.jsonl) --out docs/peers.md
 
 clean:  ## remove .venv and caches, keep runs
 	rm -rf .venv .pytest_cache .ruff_cache logitless.egg-info

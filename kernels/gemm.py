@@ -1,4 +1,7 @@
-"""The logits' GEMM with the softmax in its epilogue, for Hopper and Blackwell: logits are neither stored nor rounded.
+"""The logits' GEMM with the softmax in its epilogue: logits are neither stored nor rounded.
+
+For compute capability 9.x and 10.x (not 12.x, consumer Blackwell), bf16, and rows that TMA can read, so D a multiple of
+8. `takes` says whether a head is such a one; others get a cuBLAS product and a kernel over its result.
 
 z = hidden @ weight.T + bias, [N, V], is made in fp32 tile by tile. As a tile is done, its program writes one of these:
 
@@ -22,7 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import geometry, row_kernels
 
-# The fastest of twelve combinations of tile, warps and stages on an H200, for D of 768, 2304 and 4096 together.
+# The fastest of twelve combinations of tile, warps and stages on an H200, for D of 768, 2304 and 4096 together. The
+# benchmark has rows of D from 512 to 4096; for a larger one nothing was tuned or measured.
 BLOCK_N, BLOCK_V, BLOCK_D = geometry.TILE_ROWS, geometry.TILE_CLASSES, 64
 NUM_WARPS, NUM_STAGES = 8, 3
 # Sixteen tiles of rows meet each tile of classes before the next one: their operands stay in the L2 cache.

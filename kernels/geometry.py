@@ -26,7 +26,7 @@ def padded(vocab: int) -> int:
 
 
 def class_tiles(vocab: int) -> int:
-    """Tiles of the fused GEMM in a row of logits."""
+    """Tiles of `gemm.py` in a row of logits."""
     return -(-vocab // TILE_CLASSES)
 
 

@@ -98,7 +98,7 @@ def per_token(hidden, weight, bias, labels, compute_dtype, chunk, wanted, *rest)
     if schedule != "vocab" or not wanted[0]:
         return *schedules.row_results(head, labels, objective, chunk), hidden.new_empty(0)
     dhidden = _dhidden_buffer(hidden, weight, compute_dtype)
-    if schedules.is_fused(head, objective):
+    if schedules.uses_epilogue(head, objective):
         block = geometry.block_of(chunk, len(hidden), *weight.shape, multiprocessors(hidden.device))
         rows = schedules.blocks_forward(head, labels, objective, block, dhidden)
     else:

@@ -7,6 +7,7 @@ backward GEMMs before the next part takes their memory. What part suits a budget
 Chunked heads: mgmalek/efficient_cross_entropy, Liger-Kernel (arXiv 2410.10989), CCE (arXiv 2411.09009), quack.
 """
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -66,8 +67,11 @@ def linear_cross_entropy(
         softcap: c of c * tanh(logits / c), or None.
         chunk: rows of logits alive at once, >= 1; the last chunk may be short. Chunks of 2**31 logits or more are cut.
             "auto" takes the fastest plan within the budget; a compiler then compiles anew for each N. For slabs, and
-            without gradients, it means as much memory as that many rows take.
-        budget_mib: largest transient in MiB; None for a sixteenth of the device's memory, or as near to it as may be.
+            without gradients, it means at most the memory of that many rows, or the smallest part if that takes more:
+            a slab of all tokens and 256 classes.
+        budget_mib: largest transient in MiB, whether `chunk` is a number or "auto". None: no limit for a number; for
+            "auto" a sixteenth of the device's memory, or the smallest plan if none fits into that. What the caller's
+            own autograd holds is not counted, such as the copy of a sliced `hidden[:, :-1]` and its gradient.
         schedule: "tokens", "vocab", or "auto": token chunks if `chunk` is given, otherwise whichever is faster.
 
     Returns:
@@ -76,8 +80,8 @@ def linear_cross_entropy(
     Raises:
         ValueError: a shape, dtype, device or option that is not supported; nothing fits into the budget.
         IndexError: a label outside [0, V) on a CPU; on a GPU its token is NaN with gradient 0.
-        RuntimeError: a second backward (it is right for token chunks with reduction "none", and in compiled code), or a
-            double backward.
+        RuntimeError: a second backward (it is right for token chunks with reduction "none", for slabs where `input`
+            wants no gradient, and in compiled code), or a double backward.
     """
     reference.check_reduction(reduction)
     objective = Objective(ignore_index, label_smoothing, z_loss, softcap)
@@ -92,7 +96,8 @@ def linear_cross_entropy(
         schedule, arguments = _plan(*tensors, objective, per_token=True, **limits)
         losses, *_ = head_ops.per_token(*arguments, schedule)
         return losses.view(target.shape)
-    # Known beforehand, 1/n goes into the gradients at no cost; backward would pass over them once more.
+    # Known beforehand, 1/n costs nothing where the epilogue makes dlogits, and then an upstream gradient of 1 neither.
+    # On the plain path backward passes over the gradients once, as it would had the sum been divided afterwards.
     factor = None if reduction == "sum" else (labels != ignore_index).sum().clamp(min=1).float().reciprocal()
     return _sums(tensors, objective, limits, factor).loss
 
@@ -140,6 +145,9 @@ def linear_cross_entropy_sums(
         bias: [V], or None.
 
     The other arguments, errors and contract are those of `linear_cross_entropy`.
+
+    Returns:
+        `correct` is None, with and without gradients: `linear_evaluation` counts it.
     """
     limits = {"chunk": chunk, "budget_mib": budget_mib, "schedule": schedule}
     return _sums((hidden, weight, labels, bias), objective, limits, None)
@@ -197,42 +205,32 @@ def _plan(
         schedule = "tokens" if schedule == "auto" else schedule
         chunk = min(chunk, geometry.largest_chunk(weight.shape[0]))
     else:
-        dtypes = (DTYPES[d] for d in (dtype, weight.dtype, hidden.dtype))
         lacking = plan.lacking(objective.label_smoothing, objective.softcap)
         if not all(gemm.has_readable_rows(tensor, dtype) for tensor in (hidden, weight)):
             lacking = lacking or "rows that TMA cannot read"
-        sizes = [len(range(size)) for size in (*hidden.shape, *weight.shape)]  # a compiler's symbols become numbers
+        limits = {"chunk": chunk, "budget_mib": budget_mib, "schedule": schedule}
         schedule, chunk = _choose(
             str(hidden.device),
-            sizes[0],
-            *sizes[2:],
-            *dtypes,
-            *wanted,
-            per_token,
-            bias is not None,
-            lacking,
-            chunk,
-            budget_mib,
-            schedule,
+            limits,
+            n_tokens=operator.index(hidden.shape[0]),  # a compiler's symbols become numbers
+            vocab=operator.index(weight.shape[0]),
+            width=operator.index(weight.shape[1]),
+            dtype=DTYPES[dtype],
+            weight_dtype=DTYPES[weight.dtype],
+            hidden_dtype=DTYPES[hidden.dtype],
+            grads=tuple(wanted),
+            per_token=per_token,
+            has_bias=bias is not None,
+            lacking=lacking,
         )
     labels = labels.long().contiguous()  # int64, because an ignore_index may lie outside of int32
     return schedule, (hidden, weight, bias, labels, dtype, chunk, wanted, *objective.arguments())
 
 
 @torch.compiler.assume_constant_result  # computed once while compiling, not traced
-def _choose(device: str, *facts) -> tuple[str, int]:
-    *facts, chunk, budget_mib, schedule = facts
-    n_tokens, vocab, width, dtype, weight_dtype, hidden_dtype, *grads, per_token, has_bias, lacking = facts
-    head = plan.Head(
-        n_tokens, vocab, width, dtype, weight_dtype, hidden_dtype, tuple(grads), per_token, has_bias, lacking
-    )
-    chosen = plan.plan(
-        head,
-        devices.present_device(device),
-        budget_mib=budget_mib,
-        chunk=chunk,
-        schedule=schedule,
-    )
+def _choose(device: str, limits: dict, **facts) -> tuple[str, int]:
+    """Schedule and chunk. `facts` are the fields of a `plan.Head`, which a compiler would not take for a constant."""
+    chosen = plan.plan(plan.Head(**facts), devices.present_device(device), **limits)
     return chosen.schedule, chosen.chunk
 
 

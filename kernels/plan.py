@@ -11,8 +11,10 @@ other passes over memory take; the constants were fitted to an H200.
 
 import functools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from .devices import Device
 from .geometry import (
@@ -46,6 +48,7 @@ class Head:
     """What is to be computed: the loss of N tokens over V classes from hidden states of width D, and its gradients.
 
     Args:
+        n_tokens, vocab, width: N >= 0, V >= 1 and D >= 1.
         dtype: "bf16", "fp16" or "fp32": what the GEMMs compute in.
         weight_dtype, hidden_dtype: of the inputs and their gradients; None for `dtype`. Another one is cast, as by
             autocast.
@@ -53,6 +56,9 @@ class Head:
         per_token: upstream gradients differ from row to row, as for reduction "none".
         lacking: what keeps this head from the epilogues of gemm.py, an option of the loss ("label smoothing",
             "softcap") or rows that it cannot read, or "".
+
+    Raises:
+        ValueError: a size, a dtype or `grads` is none of these.
     """
 
     n_tokens: int
@@ -65,6 +71,19 @@ class Head:
     per_token: bool = False
     has_bias: bool = False
     lacking: str = ""
+
+    def __post_init__(self):
+        for name, smallest in (("n_tokens", 0), ("vocab", 1), ("width", 1)):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < smallest:
+                raise ValueError(f"{name} must be an integer >= {smallest}, got {size!r}")
+        for name in ("dtype", "weight_dtype", "hidden_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in tuple(BYTES) and (dtype is not None or name == "dtype"):
+                raise ValueError(f"{name} must be one of {', '.join(BYTES)}, got {dtype!r}")
+        is_triple = isinstance(self.grads, tuple) and len(self.grads) == 3
+        if not is_triple or not all(isinstance(wanted, bool) for wanted in self.grads):
+            raise ValueError(f"grads must be a tuple of three bools, got {self.grads!r}")
 
 
 @dataclass(frozen=True)
@@ -81,10 +100,12 @@ class Plan:
     dlogits: str  # how they are made, and why so
 
     def __str__(self) -> str:
-        return (
-            f"schedule={self.schedule} chunk={self.chunk}: transient {self.transient_bytes / MIB:,.4g} MiB, "
-            f"{self.predicted_ms:.2f} ms predicted; dlogits {self.dlogits}"
-        )
+        return f"{self.size()}, {self.predicted_ms:.2f} ms predicted; dlogits {self.dlogits}"
+
+    def size(self) -> str:
+        """In words, the transient rounded up: as a budget it is enough."""
+        transient_mib = math.ceil(100 * self.transient_bytes / MIB) / 100
+        return f"schedule={self.schedule} chunk={self.chunk}: transient {transient_mib:,.2f} MiB"
 
 
 def lacking(label_smoothing: float, softcap: float | None) -> str:
@@ -94,15 +115,16 @@ def lacking(label_smoothing: float, softcap: float | None) -> str:
 
 def check_limits(chunk: int | str, budget_mib: float | None, schedule: str) -> None:
     """Raises ValueError for what no plan can obey."""
-    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+    is_auto = isinstance(chunk, str) and chunk == "auto"
+    if not is_auto and (isinstance(chunk, bool) or not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f'chunk must be an integer >= 1, or "auto", got {chunk!r}')
-    if budget_mib is not None and not 0 < budget_mib < math.inf:
-        raise ValueError(f"budget_mib must be > 0 and finite, or None, got {budget_mib}")
+    is_number = isinstance(budget_mib, Real) and not isinstance(budget_mib, bool)
+    if budget_mib is not None and not (is_number and 0 < budget_mib < math.inf):
+        raise ValueError(f"budget_mib must be a number > 0 and finite, or None, got {budget_mib!r}")
     if schedule not in ("auto", "tokens", "vocab"):
         raise ValueError(f'schedule must be "auto", "tokens" or "vocab", got {schedule!r}')
 
 
-@functools.lru_cache(maxsize=256)
 def plan(
     head: Head, device: Device, *, budget_mib: float | None = None, chunk: int | str = "auto", schedule: str = "auto"
 ) -> Plan:
@@ -111,13 +133,22 @@ def plan(
     Args:
         head: what is to be computed.
         device: where.
-        budget_mib: largest transient in MiB; None for DEFAULT_SHARE of the device's memory, or as near to it as may be.
-        chunk: rows of logits alive at once (for slabs, as much memory as these), which is obeyed; "auto" to choose.
+        budget_mib: largest transient in MiB; None for no limit if `chunk` is a number, otherwise for DEFAULT_SHARE of
+            the device's memory, or the smallest plan where none fits into that.
+        chunk: rows of logits alive at once (for slabs, at most the memory of these, or one tile of classes), which is
+            obeyed; "auto" to choose.
         schedule: "tokens" or "vocab", which is obeyed; "auto" to choose, which means tokens where a chunk is given.
 
     Raises:
-        ValueError: nothing fits into the budget. The message names the smallest plan.
+        ValueError: a limit that no plan can obey; nothing fits into the budget. The message names the smallest plan.
     """
+    check_limits(chunk, budget_mib, schedule)  # not in what is cached, where True is 1
+    return _plan(head, device, budget_mib, chunk if chunk == "auto" else operator.index(chunk), schedule)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(head: Head, device: Device, budget_mib: float | None, chunk: int | str, schedule: str) -> Plan:
+    given = {"chunk": chunk, "schedule": schedule if any(head.grads) else "auto"}
     if not any(head.grads) or (schedule == "auto" and chunk != "auto"):
         schedule = "tokens"  # without gradients they do not differ
     schedules = ("tokens", "vocab") if schedule == "auto" else (schedule,)
@@ -127,7 +158,9 @@ def plan(
     fitting = [p for p in plans if p.transient_bytes <= limit]
     smallest = min(plans, key=lambda p: p.transient_bytes)
     if not fitting and budget_mib is not None:
-        raise ValueError(f"no plan fits into {budget_mib:,.4g} MiB; the smallest is {smallest}")
+        limits = " and ".join(f"{name}={value}" for name, value in given.items() if value != "auto")
+        limits = limits and f" with {limits}"
+        raise ValueError(f"no plan fits into {budget_mib:,.15g} MiB{limits}; the smallest is {smallest.size()}")
     # A larger plan is worth it from one part in a thousand on.
     fastest = min(p.predicted_ms for p in fitting or [smallest])
     return min((p for p in fitting or [smallest] if p.predicted_ms <= 1.001 * fastest), key=lambda p: p.transient_bytes)
@@ -145,7 +178,7 @@ def _chunks(head: Head) -> Iterator[int]:
             yield chunk
 
 
-def fused_or_why_not(head: Head, device: Device) -> str:
+def why_no_epilogue(head: Head, device: Device) -> str:
     """ "" if the logits' own GEMM makes dlogits, or the reason why a kernel of its own does."""
     if device.capability is None or device.capability[0] not in (9, 10):
         return f"{device.name} is not of compute capability 9 or 10"
@@ -157,13 +190,13 @@ def fused_or_why_not(head: Head, device: Device) -> str:
 
 
 def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
-    """Bytes, operations and time of one schedule and chunk."""
+    """Bytes, operations and time of a schedule, "tokens" or "vocab", and a chunk >= 1, which are not checked."""
     chunk = min(chunk, max(head.n_tokens, 1))
-    why_not = fused_or_why_not(head, device)
+    why_not = why_no_epilogue(head, device)
     multiprocessors = device.multiprocessors
-    forward, backward, returned = _bytes(head, schedule, chunk, multiprocessors, is_fused=not why_not)
-    gemms = list(_gemms(head, schedule, chunk, multiprocessors, is_fused=not why_not))
-    passes = _bytes_of_passes(head, schedule, chunk, is_fused=not why_not)
+    forward, backward, returned = _bytes(head, schedule, chunk, multiprocessors, uses_epilogue=not why_not)
+    gemms = list(_gemms(head, schedule, chunk, multiprocessors, uses_epilogue=not why_not))
+    passes = _bytes_of_passes(head, schedule, chunk, uses_epilogue=not why_not)
     rate = device.fp32_flops_per_s if head.dtype == "fp32" else device.half_flops_per_s
     launches = 2 * sum(gemm.count for gemm in gemms)  # each GEMM has about one small kernel beside it
     seconds = passes / device.bytes_per_s + sum(gemm.seconds(device, rate) for gemm in gemms)
@@ -181,7 +214,7 @@ def predict(head: Head, device: Device, *, schedule: str, chunk: int) -> Plan:
     )
 
 
-def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fused: bool) -> tuple[int, int, int]:
+def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, uses_epilogue: bool) -> tuple[int, int, int]:
     """Peaks of forward and backward above the live inputs, and the gradients returned."""
     n, v, d = head.n_tokens, head.vocab, head.width
     size = BYTES[head.dtype]
@@ -206,8 +239,8 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     ]
     vector = 4 * n
     logits = chunk * padded(v) * size
-    partials = 4 * class_tiles(v) * chunk if is_fused else 0
-    results = _result_bytes(head, chunk, is_fused=is_fused)
+    partials = 4 * class_tiles(v) * chunk if uses_epilogue else 0
+    results = _result_bytes(head, chunk, uses_epilogue=uses_epilogue)
 
     if not any(head.grads):
         return casts + results + 4 * vector, 0, 0
@@ -215,7 +248,7 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
         slab = n * padded(slab_classes(chunk, n, v, d, multiprocessors)) * size
         if not wants_hidden:
             forward = casts + results + 4 * vector
-        elif is_fused:
+        elif uses_epilogue:
             rows, classes = block_of(chunk, n, v, d, multiprocessors)
             rows = max(min(rows, n), 1)
             block = rows * (padded(classes) * size + 4 * d + 4 * class_tiles(v))
@@ -230,16 +263,16 @@ def _bytes(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
     if head.per_token:
         backward = sum(sums) + casts + max(logits + 3 * vector, sum(copies)) + 5 * vector
         return casts + results + 4 * vector, backward, returned
-    if is_fused:
+    if uses_epilogue:
         products = wants_hidden * (hidden_size < 4) * 4 * dhidden_rows(chunk, d, multiprocessors) * d
         logits += max(partials, products) + wants_weight * chunk * d * size + 2 * vector + 4 * chunk
     forward = sum(sums) + casts + logits + 4 * vector
     return forward, sum(sums) + sum(copies) + 2 * vector, returned
 
 
-def _result_bytes(head: Head, chunk: int, *, is_fused: bool) -> int:
+def _result_bytes(head: Head, chunk: int, *, uses_epilogue: bool) -> int:
     """Buffers of a pass that makes no gradients."""
-    if not is_fused:
+    if not uses_epilogue:
         return chunk * padded(head.vocab) * BYTES[head.dtype]
     return 24 * class_tiles(head.vocab) * min(STATISTICS_ROWS * chunk, head.n_tokens) + 8 * head.n_tokens
 
@@ -269,13 +302,13 @@ class _Gemm:
         return max(arithmetic, self.count * self.bytes / device.bytes_per_s)
 
 
-def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fused: bool) -> Iterator[_Gemm]:
+def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, uses_epilogue: bool) -> Iterator[_Gemm]:
     n, v, d, size = head.n_tokens, head.vocab, head.width, BYTES[head.dtype]
     wants_hidden, wants_weight, _ = head.grads
     chunks = n / chunk
-    epilogue = EPILOGUE_WIDTH if is_fused else 0
+    epilogue = EPILOGUE_WIDTH if uses_epilogue else 0
     rows, classes = chunk, v
-    if schedule == "vocab" and wants_hidden and is_fused:
+    if schedule == "vocab" and wants_hidden and uses_epilogue:
         rows, classes = block_of(chunk, n, v, d, multiprocessors)
         rows = max(min(rows, n), 1)
     operands, parts = (rows * d + classes * d) * size, n / rows * v / classes
@@ -296,12 +329,12 @@ def _gemms(head: Head, schedule: str, chunk: int, multiprocessors: int, *, is_fu
             yield _Gemm(chunks, v, d, chunk, (chunk * v + chunk * d) * size)
 
 
-def _bytes_of_passes(head: Head, schedule: str, chunk: int, *, is_fused: bool) -> int:
+def _bytes_of_passes(head: Head, schedule: str, chunk: int, *, uses_epilogue: bool) -> int:
     """Traffic of what is not a GEMM's own: row kernels, the sum of dweight, casts and scaling."""
     n, v, d, size = head.n_tokens, head.vocab, head.width, BYTES[head.dtype]
     weight_size = BYTES[head.weight_dtype or head.dtype]
-    total = 0 if is_fused else n * v * size * (3 if any(head.grads) else 1)
-    if not is_fused and any(head.grads) and (schedule == "vocab" or head.per_token):
+    total = 0 if uses_epilogue else n * v * size * (3 if any(head.grads) else 1)
+    if not uses_epilogue and any(head.grads) and (schedule == "vocab" or head.per_token):
         total += n * v * size * (2 if schedule == "vocab" else 1)
     if weight_size != size:
         total += v * d * (weight_size + size)

@@ -80,7 +80,8 @@ class LossSums(NamedTuple):
     """Sums over the kept rows, each [] fp32.
 
     `loss` has a gradient, `cross_entropy` is plain and detached, both in nats. `correct` counts the rows whose label's
-    logit no other exceeds, up to rounding; it is None where gradients are recorded (`torch.is_grad_enabled()`).
+    logit no other exceeds, up to rounding; it is None where gradients are recorded (`torch.is_grad_enabled()`),
+    and always from `linear_cross_entropy.linear_cross_entropy_sums`.
     """
 
     loss: Tensor

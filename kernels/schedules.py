@@ -9,7 +9,7 @@ of tokens and classes (`blocks_forward`). Backward goes over slabs of classes (`
 again, dlogits from the lse that forward kept, and the slab's rows of dweight by one GEMM over all tokens, rounded once.
 
 Both have two ways to dlogits. The plain one: a cuBLAS GEMM, then the kernel of `row_kernels.py` over its result. The
-fused one, where `gemm.py` takes the head and the objective is plain (`is_fused`): no pass over the logits but the
+other, where `gemm.py` takes the head and the objective is plain (`uses_epilogue`): no pass over the logits but the
 GEMM's own; its dlogits lack a factor for each row (`row_sums.py`), which goes into the operands of the other GEMMs.
 
 On a GPU nothing but a vector for dbias is allocated per part; what a schedule needs in all, `plan.py` counts. fp16
@@ -27,7 +27,7 @@ from .parts import Gradients, Head, Upstream
 from .reference import Objective, Rows
 
 
-def is_fused(head: Head, objective: Objective) -> bool:
+def uses_epilogue(head: Head, objective: Objective) -> bool:
     """Whether dlogits come out of the logits' own GEMM."""
     return objective.label_smoothing == 0 and objective.softcap is None and gemm.takes(head)
 
@@ -35,7 +35,7 @@ def is_fused(head: Head, objective: Objective) -> bool:
 def row_results(head: Head, labels: Tensor, objective: Objective, chunk: int, entropies: Tensor | None = None) -> Rows:
     """Row results without gradients; `entropies` [N] fp32 are written if given."""
     rows = Rows.empty(labels.shape[0], labels.device)
-    if not is_fused(head, objective):
+    if not uses_epilogue(head, objective):
         for part, logits in _logits_of_chunks(head, chunk):
             part_of_entropies = None if entropies is None else entropies[part]
             row_kernels.forward_rows(logits, labels[part], objective, rows.slice(part), part_of_entropies)
@@ -64,10 +64,10 @@ def token_chunks(
 ) -> tuple[Rows, Tensor]:
     """Row results; the gradients of the summed loss times `factor` [1] fp32 go into the buffers `gradients`.
 
-    The second result is what they still lack of it, [1] fp32: 1 if fused, else all of `factor`.
+    The second result is what they still lack of it, [1] fp32: 1 with the epilogue, else all of `factor`.
     """
-    if is_fused(head, objective):
-        return _fused_token_chunks(head, labels, objective, chunk, gradients, factor), torch.ones_like(factor)
+    if uses_epilogue(head, objective):
+        return _epilogue_token_chunks(head, labels, objective, chunk, gradients, factor), torch.ones_like(factor)
     rows = Rows.empty(len(labels), labels.device)
     ones = head.hidden.new_ones(min(chunk, len(labels)))
     for part, logits in _logits_of_chunks(head, chunk):
@@ -77,7 +77,7 @@ def token_chunks(
     return rows, factor
 
 
-def _fused_token_chunks(
+def _epilogue_token_chunks(
     head: Head, labels: Tensor, objective: Objective, chunk: int, gradients: Gradients, factor: Tensor
 ) -> Rows:
     (n_tokens, width), vocab = head.hidden.shape, len(head.weight)
@@ -129,7 +129,7 @@ def token_chunks_backward(
 
 
 def blocks_forward(head: Head, labels: Tensor, objective: Objective, block: tuple[int, int], dhidden: Tensor) -> Rows:
-    """Row results and `dhidden` [N, D], over blocks of tokens and classes; for a fused head."""
+    """Row results and `dhidden` [N, D], over blocks of tokens and classes; for a head that uses the epilogue."""
     n_tokens, vocab = len(labels), len(head.weight)
     n_rows, n_classes = min(block[0], n_tokens), min(block[1], vocab)
     rows = Rows.empty(n_tokens, labels.device)
@@ -185,7 +185,7 @@ class _Dlogits:
         self.head, self.labels, self.objective, self.upstream = head, labels, objective, upstream
         self.buffer = parts.logits_buffer(head, n_rows, n_classes)
         self.gradient_rows = None
-        if is_fused(head, objective):
+        if uses_epilogue(head, objective):
             self.gradient_rows = row_anchors.gradient_rows(*head, labels, objective, **upstream._asdict())
 
     def __call__(self, tokens: slice, classes: slice) -> Tensor:

@@ -3,8 +3,8 @@
     python scripts/dashboard.py --entity my-team --project logitless
 
 The runs that are there get the report's colours. Needs `pip install -e '.[dashboard]'` and `wandb login`; prints the
-workspace's address. Where either is missing, with
-WANDB_MODE=offline, or where the server cannot be reached, it says so and writes the panels to --out as JSON.
+workspace's address. Where either is missing, with WANDB_MODE=offline, or where the server cannot be reached, it says so
+and writes the panels to --out as JSON.
 """
 
 import _path  # isort: skip  # noqa: F401

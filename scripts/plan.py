@@ -89,7 +89,7 @@ def cells(step: Step) -> str:
         text = f"{plan.schedule}, chunk {plan.chunk}, {transient}, {plan.predicted_ms:.2f} ms"
         backends = BACKENDS
     except ValueError as error:  # the budget
-        text, backends = str(error).split(":")[0], BACKENDS[:-1]
+        text, backends = str(error), BACKENDS[:-1]
     peaks = [f"{peak_bytes(step, name) / GIB:,.2f}" + " does not fit" * (not fits(step, name)) for name in backends]
     return "".join(f"{peak:>22}" for peak in [*peaks, "none"][: len(BACKENDS)]) + f"  {text}"
 

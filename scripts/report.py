@@ -26,7 +26,15 @@ import os
 from pathlib import Path
 
 from logitless.records import read_records
-from logitless.report import backends_figure, frontier_figure, head_figures, length_figures, loss_figure, page
+from logitless.report import (
+    backends_figure,
+    frontier_figure,
+    head_figures,
+    head_rows,
+    length_figures,
+    loss_figure,
+    page,
+)
 from logitless.report.charts import Drawing
 
 FIGURES = {
@@ -62,11 +70,12 @@ def main() -> None:
 
 def head_drawings(rows: list[dict]) -> dict[str, Drawing]:
     """The figures of the benchmark, and why rows are in none."""
-    problems = {i: head_figures.problem(row) for i, row in enumerate(rows)}
+    problems = {i: head_rows.problem(row) for i, row in enumerate(rows)}
     notes = [f"left out: {rows[i]['run_dir']}, {reason}" for i, reason in problems.items() if reason]
     rows = [row for i, row in enumerate(rows) if not problems[i]]
     if rows and not any(row["status"] == "ok" for row in rows):
         notes.append("left out: all rows of the benchmark, of which none is ok")
+    notes += head_rows.left_out(rows)
     time_memory = Drawing(head_figures.head_time_memory(rows), {}, notes)
     return {"head_time_memory": time_memory, "head_scaling": Drawing(head_figures.head_scaling(rows), {})}
 

@@ -26,6 +26,8 @@ OVERRIDES = "overrides.yaml"
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
+    for number in processes.STOPS:  # an exception: the record and W&B get closed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     if os.environ.get("LOCAL_RANK", "0") != "0":  # before anything else, which takes seconds
         processes.die_with_parent()
     # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
@@ -38,14 +40,15 @@ def main(config: DictConfig) -> None:
     from logitless.module import DivergedError
     from logitless.run import train
 
-    for number in processes.STOPS:  # an exception: the record and W&B get closed
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     overrides, sweep_dir = identity(HydraConfig.get())
-    rank = ranks.rank(config.trainer)
     try:
+        config, task = resumed(config)
+        rank = ranks.rank(config.trainer)
         ranks.check(config.trainer, HydraConfig.get().overrides.hydra)
-        job = prepare(started(config, run_dir, is_first=rank == 0))
+        if rank == 0:
+            claim(run_dir, task)
+        job = prepare(config)
     except (ValueError, RuntimeError, OSError, HydraException) as error:
         sys.exit(f"error: {error}")
     try:
@@ -68,26 +71,30 @@ def main(config: DictConfig) -> None:
         sys.exit(1)
 
 
-def started(config: DictConfig, run_dir: Path, *, is_first: bool) -> DictConfig:
-    """The configuration of this run: the command's, or a resumed run's changed by the command's overrides.
-
-    `run_dir` gets the overrides of both from the first rank, in a file that Hydra does not overwrite when a later run
-    starts there.
-    """
-    if is_first and (run_dir / FILE_NAME).exists():
-        raise ValueError(f"{run_dir} holds a run already: choose another hydra.run.dir")
+def resumed(config: DictConfig) -> tuple[DictConfig, list[str]]:
+    """The configuration of this run and its overrides: the command's, or a resumed run's changed by the command's."""
     overrides = list(HydraConfig.get().overrides.task)
-    if config.resume is not None:
-        first = Path(config.resume) / OVERRIDES
-        if not first.exists():
-            raise ValueError(f"resume={config.resume}: no run there ({first} is missing)")
-        before = hydra.compose("train", overrides=list(OmegaConf.load(first)))
-        overrides = [*OmegaConf.load(first), *overrides]
-        config = hydra.compose("train", overrides=overrides)
-        check_resumed_config(config, before)
-    if is_first:
-        OmegaConf.save(overrides, run_dir / OVERRIDES)
-    return config
+    if config.resume is None:
+        return config, overrides
+    first = Path(config.resume) / OVERRIDES
+    if not first.exists():
+        raise ValueError(f"resume={config.resume}: no run there ({first} is missing)")
+    before = hydra.compose("train", overrides=list(OmegaConf.load(first)))
+    overrides = [*OmegaConf.load(first), *overrides]
+    config = hydra.compose("train", overrides=overrides)
+    check_resumed_config(config, before)
+    return config, overrides
+
+
+def claim(run_dir: Path, overrides: list[str]) -> None:
+    """Leaves the overrides in the run's folder, in a file that Hydra does not overwrite when a later run starts there.
+
+    Raises:
+        ValueError: a run is there already.
+    """
+    if (run_dir / FILE_NAME).exists():
+        raise ValueError(f"{run_dir} holds a run already: choose another hydra.run.dir")
+    OmegaConf.save(overrides, run_dir / OVERRIDES)
 
 
 def last_lines(record: dict, run_dir: Path) -> str:

@@ -108,7 +108,7 @@ def resources(binary, target: GPUTarget) -> tuple[dict[str, int], int]:
 
 
 def run_heads() -> None:
-    """Launches what a fused head launches: in both schedules, with losses per token, and in an evaluation."""
+    """What a head with the epilogue launches: in both schedules, with losses per token, and in an evaluation."""
     objective = Objective(z_loss=1e-4)
     options = {"z_loss": 1e-4, "chunk": 1}
     for vocab, width, has_bias in HEADS:

@@ -223,6 +223,8 @@ LOST = {"failed_rank": 1, "status": "error", "error": "connection closed"}
         ([], [3, -9], (2, "error")),
         ([], [143, None], (1, "stopped")),
         ([], [-15, None], (1, "stopped")),
+        ([], [-2, None], (1, "stopped")),
+        ([], [130, None], (1, "stopped")),
     ],
 )
 def test_of_ranks_that_failed_the_cause_is_named(reports, codes, expected, tmp_path):
@@ -369,6 +371,12 @@ def test_all_ranks_end_with_a_checkpoint_when_one_is_terminated(tmp_path):
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", 3, 3)
     assert "failed_rank" not in record
+    # With the first run's ranks, which this command does not name.
+    script = [sys.executable, str(ROOT / "scripts" / "train.py"), "resume=run", "hydra.run.dir=again", "max_steps=4"]
+    result = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    record = tiny.read_record(tmp_path / "again")
+    assert (record["world_size"], record["first_step"], record["steps"]) == (2, 3, 4)
 
 
 def test_without_checkpoints_sigterm_to_any_rank_ends_all_at_once(tmp_path):

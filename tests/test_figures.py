@@ -15,6 +15,7 @@ from logitless.report import (
     backends_figure,
     frontier_figure,
     head_figures,
+    head_rows,
     length_figures,
     lengths,
     loss_figure,
@@ -160,7 +161,7 @@ def test_what_is_not_whole_is_left_out_with_its_reason():
         "killed": "started, not ended (running, or killed)",
         "error": "error",
         "text": "no seq_len",
-        "bare": "no backend, command, device, versions, seq_len",
+        "bare": "no backend, command, device, versions, config, seq_len",
         "none": "no status",
         "early": "run again later with the same settings and length",
     }
@@ -296,7 +297,7 @@ def test_a_backend_has_one_colour_everywhere(tmp_path):
         palette.COLORS[name] for name in ("fused", "naive", "inplace")
     ]
     rows = read_records([ROOT / "docs" / "results" / "bench_h200" / "head.jsonl"])
-    rows = [row for row in rows if head_figures.problem(row) is None]
+    rows = [row for row in rows if head_rows.problem(row) is None]
     assert palette.COLORS["fused"] in json.dumps(head_figures.head_time_memory(rows).to_dict())
 
 

@@ -1,4 +1,4 @@
-"""The fused path, where logits live in the GEMM's registers only: in the interpreter, in fp32, against fp64.
+"""The epilogue, where logits live in the GEMM's registers only: in the interpreter, in fp32, against fp64.
 
 The anchors of `row_anchors.py` cost a few 1e-6 of accuracy, which is nothing beside bf16's 2^-9; FLOOR says so.
 """

@@ -219,7 +219,7 @@ def test_a_bad_label_of_a_fused_head_touches_no_canary(
     """Two tiles of classes, which the GEMM stores whole; 319 is a canary behind the logits."""
     device, dtype = place
     if device == "cuda" and (dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in (9, 10)):
-        pytest.skip("the fused path is for bf16 on compute capability 9 or 10")
+        pytest.skip("the epilogue is for bf16 on compute capability 9 or 10")
     if device == "cpu":
         monkeypatch.setattr(gemm, "BLOCK_N", 16)
         monkeypatch.setattr(gemm, "BLOCK_D", 32)

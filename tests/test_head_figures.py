@@ -1,9 +1,13 @@
 """The figures of the benchmark show every row: as a point, a cross or a word."""
 
 import json
+import re
+
+from tiny import ROOT
 
 from logitless.bench.inputs import KINDS
-from logitless.report import head_figures
+from logitless.records import read_records
+from logitless.report import head_figures, head_rows
 
 
 def row_of(n_tokens, vocab, width, method="ours", **more) -> dict:
@@ -15,17 +19,17 @@ def row_of(n_tokens, vocab, width, method="ours", **more) -> dict:
 
 def test_sweeps_are_the_shapes_that_differ_from_the_base_in_one_size():
     shapes = [(8, 9, 4), (16, 9, 4), (32, 9, 4), (8, 20, 4), (8, 9, 5), (100, 200, 4), (16, 9, 5)]
-    sweeps = head_figures.find_sweeps([row_of(*shape) for shape in shapes])
+    sweeps = head_rows.find_sweeps([row_of(*shape) for shape in shapes])
     assert sweeps.base == (8, 9, 4)
     assert sweeps.sizes == {"n_tokens": [8, 16, 32], "vocab": [9, 20], "width": [4, 5]}
     assert sweeps.shapes() == set(shapes) - {(100, 200, 4), (16, 9, 5)}
-    assert head_figures.find_sweeps([row_of(8, 9, 4), row_of(16, 9, 4), row_of(8, 20, 4)]) is None
-    assert head_figures.find_sweeps([]) is None
+    assert head_rows.find_sweeps([row_of(8, 9, 4), row_of(16, 9, 4), row_of(8, 20, 4)]) is None
+    assert head_rows.find_sweeps([]) is None
 
 
 def test_a_later_row_replaces_an_earlier_one_and_logits_are_no_head():
     rows = [row_of(8, 9, 4, ratio=1.0), row_of(8, 9, 4, inputs="peaked"), row_of(8, 9, None), row_of(8, 9, 4)]
-    assert [(row["inputs"], row["ratio"]) for row in head_figures.latest(rows)] == [("uniform", 1.5), ("peaked", 1.5)]
+    assert [(row["inputs"], row["ratio"]) for row in head_rows.latest(rows)] == [("uniform", 1.5), ("peaked", 1.5)]
 
 
 def test_time_memory_has_a_panel_for_each_case_outside_of_the_sweep():
@@ -117,8 +121,48 @@ def test_where_nothing_was_measured_there_is_no_figure_and_beside_others_a_panel
 
 
 def test_a_row_without_what_a_figure_needs_is_told():
-    assert head_figures.problem(row_of(8, 9, 4)) is None
-    assert head_figures.problem(row_of(8, 9, 4, status="oom", total_ms=None)) is None
-    assert head_figures.problem(row_of(8, 9, 4, ratio=None, total_ms=0.0)) == "ours: no total_ms, ratio"
-    assert head_figures.problem(row_of(8, 9, None)) == "ours: there is no figure of logits alone"
-    assert head_figures.problem({"method": "x"}).startswith("x: no status, command, inputs")
+    assert head_rows.problem(row_of(8, 9, 4)) is None
+    assert head_rows.problem(row_of(8, 9, 4, status="oom", total_ms=None)) is None
+    assert head_rows.problem(row_of(8, 9, 4, ratio=None, total_ms=0.0)) == "ours: no total_ms, ratio"
+    assert head_rows.problem(row_of(8, 9, None)) == "ours: there is no figure of logits alone"
+    assert head_rows.problem({"method": "x"}).startswith("x: no status, command, inputs")
+
+
+def test_a_budget_with_a_plan_of_its_own_is_drawn_and_one_with_anothers_is_told():
+    def planned(method, chunk, **more) -> dict:
+        return row_of(8, 9, 4, method, plan={"schedule": "tokens", "chunk": chunk}, **more)
+
+    rows = [planned("ours within 1 MiB", 2), planned("ours within 2 MiB", 4, total_ms=5.0), planned("ours C=4", 4)]
+    rows += [
+        planned("ours within 3 MiB", 2),
+        row_of(8, 9, 4, "evaluation"),
+        planned("ours within 4 MiB", 4, inputs="x"),
+    ]
+    rows += [planned("ours within 9 MiB", 4, status="oom", total_ms=None)]
+    case = "N = 8, V = 9, D = 4, uniform inputs, bf16, bf16 weight, a GPU"
+    assert head_rows.left_out(rows) == [
+        "left out of head_time_memory, without gradients: evaluation",
+        "left out of head_time_memory, same plans again: ours within 2 MiB, 5.0 ms (ours C=4, 3.0 ms); "
+        f"ours within 3 MiB, 3.0 ms (ours within 1 MiB, 3.0 ms); {case}",
+    ]
+    drawing = json.dumps(head_figures.head_time_memory(rows).to_dict())
+    for method in ("ours within 1 MiB", "ours C=4", "ours within 4 MiB", "ours within 9 MiB: out of memory"):
+        assert f'"{method}"' in drawing
+    for method in ("ours within 2 MiB", "ours within 3 MiB", "evaluation"):
+        assert f'"{method}"' not in drawing
+
+
+def test_every_row_of_the_committed_benchmark_is_drawn_or_named():
+    rows = read_records([ROOT / "docs" / "results" / "bench_h200" / "head.jsonl"])
+    lines = head_rows.left_out(rows)
+    page = (ROOT / "docs" / "report" / "index.html").read_text()
+    assert [line for line in lines if f"<li>{line}</li>" not in page] == []
+    chart = head_figures.head_time_memory(rows).to_dict()
+    panels = {panel["title"]["text"]: json.dumps(panel) for line in chart["vconcat"] for panel in line["hconcat"]}
+    assert len(panels) == 5
+    for row in rows:
+        title = head_rows.panel_title(row, names_device=False)
+        is_drawn = f'"{row["method"]}"' in panels[title] or f"{row['method']}: {row['status']}" in panels[title]
+        told = [line for line in lines if "gradients" in line or title in line]
+        named = [line for line in told if re.search(rf"[:;,] {row['method']}[,;]|[:,] {row['method']}$", line)]
+        assert is_drawn != bool(named), (row["method"], title)

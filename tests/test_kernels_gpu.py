@@ -394,7 +394,7 @@ def test_a_frozen_head_costs_no_gradient_buffer():
     assert peak_mib(step) - frozen > 4 * weight.numel() / MIB
 
 
-# The fused path: bf16 on compute capability 9 or 10
+# The epilogue: bf16 on compute capability 9 or 10
 
 
 @pytest.fixture

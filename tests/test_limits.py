@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from tiny import read_record, tiny, train
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 
 from logitless import limits
 from logitless.limits import CpuMemoryLimit, memory_limit
@@ -141,6 +141,14 @@ def nearly_full(device: str):
 def test_a_compiler_that_runs_out_of_memory_is_out_of_memory():
     for inner, is_oom in ((MemoryError("std::bad_alloc"), True), (ValueError("a bug"), False)):
         assert is_out_of_memory(BackendCompilerFailed(lambda: None, inner, None)) == is_oom
+        while_tracing = InternalTorchDynamoError("of that which Dynamo ran")
+        while_tracing.__context__ = inner
+        assert is_out_of_memory(while_tracing) == is_oom
+
+
+def test_a_limit_of_a_cpu_is_none_for_a_compiler():
+    with pytest.raises(ValueError, match="compile=false"):
+        memory_limit(0.1, torch.device("cpu"), is_compiled=True)
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -199,6 +199,12 @@ def test_second_backward_raises_and_keeps_the_first():
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
 
 
+def test_the_sums_count_no_right_guesses_without_gradients_either():
+    hidden, weight, _, labels = make_head(6, 7, 5)
+    with torch.no_grad():
+        assert linear_cross_entropy_sums(hidden, weight, labels, Objective(), chunk=4).correct is None
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_double_backward_raises(reduction):
     hidden, weight, _, labels = make_head(6, 7, 5)

@@ -1,14 +1,17 @@
-"""Plans: bytes that are predicted and measured, budgets that are kept, and what costs what (CASES M04)."""
+"""Plans: bytes that are predicted and measured, budgets that are kept, and what costs what."""
 
 import itertools
+import math
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
+from bench_records import FILES, own_rows, plan_of
 from heads import MIB
 from tiny import ROOT
 from torch import nn
@@ -112,9 +115,7 @@ def test_the_predicted_peak_is_the_measured_one(
 ):
     """Within 2%: vectors that only one of the paths has are counted for both."""
     if path == "fused" and dtype != "bf16":
-        pytest.skip("the fused path is for bf16")
-    if schedule == "vocab" and dtype == "fp16" and weight_dtype is None:
-        pytest.skip("fp16 gradients are cast one after the other, and predicted together: 15% too much")
+        pytest.skip("the epilogue is for bf16")
     for (n, v, d), has_bias, grads in itertools.product(
         [(2048, 20001, 64), (600, 16384, 128), (1000, 5000, 1024)], (False, True), GRADIENTS
     ):
@@ -258,22 +259,72 @@ def test_a_plan_says_how_dlogits_are_made_and_why(change, why):
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    "limits",
     [
-        ((0, None, "auto"), "chunk"),
-        ((True, None, "auto"), "chunk"),
-        ((1.5, None, "auto"), "chunk"),
-        (("all", None, "auto"), "chunk"),
-        (("auto", 0, "auto"), "budget_mib"),
-        (("auto", -1.0, "auto"), "budget_mib"),
-        (("auto", float("inf"), "auto"), "budget_mib"),
-        (("auto", float("nan"), "auto"), "budget_mib"),
-        (("auto", None, "slabs"), "schedule"),
+        *({"chunk": chunk} for chunk in (0, -5, True, 1.0, "all", [1])),
+        *({"budget_mib": budget} for budget in (0, -1.0, float("inf"), float("nan"), True, "500")),
+        *({"schedule": schedule} for schedule in ("slabs", None, ["auto"])),
     ],
+    ids=str,
 )
-def test_limits_that_cannot_be_obeyed_are_refused_by_name(limits, message):
-    with pytest.raises(ValueError, match=message):
-        plan.check_limits(*limits)
+def test_limits_that_cannot_be_obeyed_are_refused_by_name(limits):
+    (name,) = limits
+    plan.plan(LLAMA, H200, chunk=1, budget_mib=3000)  # what is cached for 1 is not there for True
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        plan.plan(LLAMA, H200, **{"chunk": 1, "budget_mib": 3000} | limits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"n_tokens": size} for size in (-1, 1.0, True)),
+        {"vocab": 0},
+        {"width": 0},
+        *({"dtype": dtype} for dtype in ("bfloat16", None, torch.bfloat16, ["bf16"])),
+        {"weight_dtype": "float32"},
+        {"hidden_dtype": ""},
+        *({"grads": grads} for grads in ([True, True, False], (True, True), (1, 1, 0))),
+    ],
+    ids=str,
+)
+def test_a_head_that_cannot_be_is_refused_by_name(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        replace(LLAMA, **change)
+
+
+def test_a_chunk_may_be_of_any_integer_type():
+    chosen = plan.plan(LLAMA, H200, chunk=numpy.int64(1024))
+    assert chosen == plan.plan(LLAMA, H200, chunk=1024)
+    assert type(chosen.chunk) is int
+    hidden, weight, labels = torch.ones(9, 4), torch.ones(7, 4), torch.zeros(9, dtype=torch.int64)
+    for limits in ({}, {"budget_mib": 1}):
+        found = linear_cross_entropy(hidden, weight, labels, chunk=numpy.int64(4), **limits)
+        assert found.item() == pytest.approx(math.log(7))
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"budget_mib": 1.0}, "into 1 MiB; the"),
+        ({"budget_mib": 64, "chunk": 8192}, "into 64 MiB with chunk=8192; the"),
+        ({"budget_mib": 64, "schedule": "tokens"}, "into 64 MiB with schedule=tokens; the"),
+        (
+            {"budget_mib": 2084, "chunk": 8192, "schedule": "tokens"},
+            "2,084 MiB with chunk=8192 and schedule=tokens; the",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_what_it_was_asked_and_a_budget_that_is_enough(limits, words):
+    with pytest.raises(ValueError, match="no plan fits") as refusal:
+        plan.plan(LLAMA, H200, **limits)
+    assert words in str(refusal.value)
+    enough = float(re.search(r"transient ([\d,.]+) MiB$", str(refusal.value))[1].replace(",", ""))
+    assert limits["budget_mib"] < enough
+    plan.plan(LLAMA, H200, **limits | {"budget_mib": enough})
+    with pytest.raises(ValueError, match="no plan fits"):
+        plan.plan(LLAMA, H200, **limits | {"budget_mib": enough - 0.01})
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -347,7 +398,46 @@ def test_more_logits_than_32_bits_can_count_are_never_in_one_chunk():
     assert chosen.chunk * geometry.padded(50257) < 2**31
 
 
-# CASES M04
+# Times
+
+TOLERANCE = 0.04
+SECOND = (32768, 50304, 768)
+# Between what the predicted over the measured ms lie for rows that the model misses by more.
+OUTLIERS = {
+    # Bound by launches from Python: the last two are one plan, at 20.6, 27.5, 36.3 and 38.8 ms in four runs.
+    ("ours vocab C=256", *SECOND): (1.15, 1.25),
+    ("ours vocab C=640", *SECOND): (0.45, 0.95),
+    ("ours within 64 MiB", *SECOND): (0.45, 0.95),
+    # One plan again: 14.6 ms on uniform inputs, and 15.6 on peaked ones.
+    ("ours C=1024", *SECOND): (0.92, 1.04),
+    # Statistics take STATISTICS_ROWS times the rows of a chunk in one GEMM, and are predicted with those of the chunk.
+    ("evaluation", *SECOND): (1.04, 1.12),
+    # The sums of dweight cost less here than at widths of 2304 and 4096, and more where the width is 512.
+    ("ours C=1024", 8192, 128256, 2048): (1.04, 1.09),
+    ("ours C=1024", 8192, 256000, 2048): (1.04, 1.09),
+    ("ours C=1024", 8192, 50304, 512): (0.88, 0.96),
+}
+
+
+def test_the_predicted_times_are_those_of_the_benchmark():
+    """Within 4%, but more by as much as the row's own GEMMs, in a short burst, went above the rate of the table."""
+    found, wrong = {}, []
+    for row in itertools.chain(*map(own_rows, FILES)):
+        case = row["method"], row["n_tokens"], row["vocab"], row["width"]
+        gemms = 1 if row["method"] == "evaluation" else 3
+        rate = 2 * gemms * math.prod(case[1:]) / (row["gemm_ms"] / 1000)
+        usual = 1 - TOLERANCE, (1 + TOLERANCE) * max(rate / H200.half_flops_per_s, 1)
+        ratio = plan_of(row).predicted_ms / row["total_ms"]
+        low, high = OUTLIERS.get(case, usual)
+        if not low <= ratio <= high:
+            wrong.append((*case, row["inputs"], f"predicted / measured = {ratio:.3f}, not {low:.3f} to {high:.3f}"))
+        if not usual[0] <= ratio <= usual[1]:
+            found[case] = ratio
+    assert wrong == []
+    assert found.keys() == OUTLIERS.keys()
+
+
+# What costs what
 
 
 @pytest.mark.parametrize(("v", "d", "n"), [(65, 384, 8192), (256, 384, 4096)])
@@ -396,9 +486,9 @@ def test_a_fixed_chunk_bounds_the_transient_whatever_the_number_of_tokens(weight
 
 
 def test_measured_transients_do_not_grow_with_tokens(without_arithmetic):
-    for schedule, path in itertools.product(("tokens",), LACKS):
+    for lacking in LACKS.values():
         transients = {}
         for n in (4096, 16384):
-            head = Head(n, 8192, 64, weight_dtype="fp32", hidden_dtype="bf16", lacking=LACKS[path])
-            transients[n] = measured_peak(head, schedule, 256) - 2 * n * 64 - 4 * 8192 * 64
+            head = Head(n, 8192, 64, weight_dtype="fp32", hidden_dtype="bf16", lacking=lacking)
+            transients[n] = measured_peak(head, "tokens", 256) - 2 * n * 64 - 4 * 8192 * 64
         assert transients[16384] - transients[4096] <= 64 * 12288

@@ -31,8 +31,8 @@ def test_both_schedules_on_both_paths_agree(reduction, monkeypatch):
     monkeypatch.setattr(gemm, "BLOCK_D", 32)
     hidden, weight, bias, labels = make_head(19, 521, 36, bias=True)
     results = []
-    for is_fused in (False, True):
-        monkeypatch.setattr(row_kernels, "runs_triton", lambda tensor, is_fused=is_fused: is_fused)
+    for uses_epilogue in (False, True):
+        monkeypatch.setattr(row_kernels, "runs_triton", lambda tensor, uses_epilogue=uses_epilogue: uses_epilogue)
         for schedule in SCHEDULES:
 
             def loss(hidden, weight, bias, schedule=schedule):
@@ -86,11 +86,11 @@ def test_a_gradient_that_arrives_strided_or_expanded_is_read_right(schedule, eng
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
-@pytest.mark.parametrize("is_fused", [False, pytest.param(True, marks=needs_interpreter)])
+@pytest.mark.parametrize("uses_epilogue", [False, pytest.param(True, marks=needs_interpreter)])
 @every_schedule
-def test_no_upstream_gradient_of_an_ignored_token_reaches_anything(schedule, is_fused, number, monkeypatch):
+def test_no_upstream_gradient_of_an_ignored_token_reaches_anything(schedule, uses_epilogue, number, monkeypatch):
     """As of losses that are divided by a count of tokens, which is 0 there."""
-    monkeypatch.setattr(row_kernels, "runs_triton", lambda tensor: is_fused)
+    monkeypatch.setattr(row_kernels, "runs_triton", lambda tensor: uses_epilogue)
     hidden, weight, _, labels = make_head(7, 33, 8)
     labels[2] = -100
     results = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hydra.core.override_parser.types import Override
 
 from logitless.config import COUNT
-from logitless.records import ENOUGH_STEPS, place
+from logitless.records import ENOUGH_STEPS, RESULTS, place
 from logitless.sweeps import sweep
 from logitless.sweeps.sweep import Overrides
 from logitless.sweeps.sweeper import FreshProcessSweeper, jobs_of
@@ -35,7 +35,7 @@ class Search:
 
     def add(self, length: int, record: dict | None) -> None:
         """The job of this length has ended, now or in an earlier search."""
-        status = "error" if record is None else record["status"]
+        status = record["status"] if record and record["status"] in RESULTS else "error"
         good, bad = self.lengths.get("ok", 0), self.lengths.get("oom", math.inf)
         if (status == "ok" and length < good) or (status == "oom" and length > bad):
             return
@@ -147,5 +147,6 @@ def frontier_table(searches: list[Search]) -> str:
         elif not search.is_done:
             last += "; not finished"
         ran_out = (place(bad) or "OOM") if bad else "-"
-        rows.append([search.label, longest, str(search.lengths.get("oom", "-")), ran_out, last])
+        unknown = "none so far" if good and search.is_done and "error" not in search.lengths else "-"
+        rows.append([search.label, longest, str(search.lengths.get("oom", unknown)), ran_out, last])
     return sweep.table(rows)

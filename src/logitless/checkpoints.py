@@ -28,7 +28,7 @@ FOLDER = Path("checkpoints")
 LAST_CHECKPOINT = FOLDER / "last.ckpt"
 PREVIOUS_CHECKPOINT = FOLDER / "previous.ckpt"
 SIGNALLED = {128 + number for number in STOPS}  # exit statuses
-AGAIN = b"\nSIGINT: the run ends with a checkpoint after this step; once more ends it at once\n"
+AGAIN = b"\nSIGINT: the run ends after this step or validation, with a checkpoint; once more ends it at once\n"
 
 
 class Stopped(SystemExit):
@@ -210,7 +210,7 @@ class Checkpoints(Checkpoint):
         if self.every is None or number == self._signal == signal.SIGINT:
             sys.exit(128 + number)
         self._signal = number
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self.curves is not None:  # the first rank
             os.write(2, AGAIN)  # not print, whose buffer the signal may have interrupted
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:

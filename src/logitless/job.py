@@ -46,7 +46,7 @@ def prepare(config: DictConfig) -> Job:
     check_train_config(config)
     checkpoint = None if config.resume is None else newest_checkpoint(Path(config.resume))
     device = _device(config.trainer)
-    limit = memory_limit(config.memory_limit_gib, device)
+    limit = memory_limit(config.memory_limit_gib, device, is_compiled=config.compile)
     precision = resolved_precision(config.precision, on_gpu=device.type == "cuda")
     plain = OmegaConf.to_container(config, resolve=True)
     corpus = load_corpus(hydra.utils.instantiate(config.data), plain["tokenizer"], config.cache_dir)
@@ -86,7 +86,7 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
         chosen = plan.plan(head, present, **limits)
         plan.plan(validation, present, **limits)
     except ValueError as error:
-        raise ValueError(f"budget_mib={budget_mib} with chunk={chunk}: {error}") from error
+        raise ValueError(f"budget_mib={budget_mib}: {error}") from error
     return chosen
 
 

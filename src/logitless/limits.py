@@ -71,15 +71,19 @@ class CpuMemoryLimit(pl.Callback):
         _limit_data(None)
 
 
-def memory_limit(gib: float | None, device: torch.device) -> CudaMemoryLimit | CpuMemoryLimit | None:
+def memory_limit(
+    gib: float | None, device: torch.device, *, is_compiled: bool = False
+) -> CudaMemoryLimit | CpuMemoryLimit | None:
     """The limit for a run on `device`; None for no limit.
 
     Raises:
-        ValueError: more than the GPU has.
+        ValueError: more than the GPU has, or for a compiled run on a CPU.
     """
     if gib is None:
         return None
     if device.type == "cpu":
+        if is_compiled:
+            raise ValueError("memory_limit_gib on a CPU would hold for the compiler too: use compile=false")
         return CpuMemoryLimit(gib)
     limit = CudaMemoryLimit(gib, device)
     if limit.share > 1:

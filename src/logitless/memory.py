@@ -174,8 +174,11 @@ def is_out_of_memory(error: BaseException, device: torch.device | None = None) -
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    if hasattr(error, "inner_exception"):  # of a compiler of torch.compile
-        return is_out_of_memory(error.inner_exception, device)
+    inner = getattr(error, "inner_exception", None)  # of a compiler of torch.compile
+    if type(error).__name__ == "InternalTorchDynamoError":
+        inner = error.__context__
+    if inner is not None:
+        return is_out_of_memory(inner, device)
     if device is not None and device.type != "cpu":
         return False
     is_refusal = type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)

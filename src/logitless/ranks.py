@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 
 from logitless.checkpoints import Stopped
 from logitless.memory import is_out_of_memory
+from logitless.processes import STOPS
 
 EXTERNAL = "RANK", "SLURM_PROCID"  # set by torchrun, and by srun
 POLL_S = 0.5
@@ -144,7 +145,7 @@ class Watch:
         if failure is None:
             return
         if failure["status"] == "stopped":
-            raise Stopped(signal.SIGTERM, f"to rank {failure['failed_rank']}") from error
+            raise Stopped(signal.Signals[failure["error"]], f"to rank {failure['failed_rank']}") from error
         raise (RankOutOfMemoryError if failure["status"] == "oom" else RankError)(failure) from error
 
     def failure(self) -> dict | None:
@@ -165,9 +166,10 @@ class Watch:
                 return report
         for number, code in sorted(silent, key=lambda rank: rank[1] > 0):
             if code < 0 or not reports:
-                status = "stopped" if code in (128 + signal.SIGTERM, -signal.SIGTERM) else "error"
-                error = f"ended with status {code} without a word"
-                return {"failed_rank": number, "status": status, "error": error}
+                facts = {"failed_rank": number, "status": "error", "error": f"ended with status {code} without a word"}
+                if (sent := -code if code < 0 else code - 128) in STOPS:
+                    facts |= {"status": "stopped", "error": signal.Signals(sent).name}
+                return facts
         return reports[0] if reports else None
 
     def _cause(self, error: BaseException) -> dict | None:
@@ -194,7 +196,7 @@ class Watch:
                     self.give_up(failure)
                 finally:
                     self._kill_children()
-                    os._exit(1)
+                    os._exit(128 + signal.Signals[failure["error"]] if failure["status"] == "stopped" else 1)
 
     def _adopt_children(self) -> None:
         while getattr(self.launcher, "procs", None):

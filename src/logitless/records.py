@@ -100,7 +100,7 @@ def _records_or_reason(file: Path) -> list[dict]:
 
 def _records(file: Path) -> list[dict]:
     """The rows of a benchmark in the order of the file, then the run's record if it holds one."""
-    rows, run = [], []
+    rows, run, n_broken = [], [], 0
     for line in file.read_bytes().splitlines():
         try:
             record = json.loads(line.decode(), parse_constant=lambda name: None)
@@ -108,12 +108,14 @@ def _records(file: Path) -> list[dict]:
             record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
             record |= {"run_dir": str(file.parent)}  # TypeError unless it is a dictionary
         except (TypeError, ValueError, RecursionError):
-            print(f"{file}: skipped a broken line", file=sys.stderr)
+            n_broken += 1
             continue
         if "method" in record:
             rows.append(record)
         else:
             run = [record]
+    if n_broken:
+        print(f"{file}: skipped {n_broken} broken line{'s' if n_broken > 1 else ''}", file=sys.stderr)
     return rows + run
 
 
@@ -144,14 +146,14 @@ def lacks(record: dict, kinds: dict[str, type]) -> list[str]:
     """The keys of `kinds` under which the record has no such value; numbers must be positive and finite."""
 
     def is_right(value: object, kind: type) -> bool:
-        return isinstance(value, kind) and (not isinstance(value, int | float) or is_positive(value))
+        return isinstance(value, kind) and (is_positive(value) if isinstance(value, int | float) else True)
 
     return [key for key, kind in kinds.items() if not is_right(record.get(key), kind)]
 
 
 def is_positive(value: object) -> bool:
     """Whether it is a number, positive and finite."""
-    return isinstance(value, int | float) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def package_version(package: str) -> str | None:

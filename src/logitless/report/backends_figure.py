@@ -25,7 +25,8 @@ BAR = 25  # pixels
 def problem(record: dict) -> str | None:
     """Why the record of a run cannot be drawn, or None."""
     units = [panel.y for panel in PEAK_PANELS if panel.y in record]
-    return curve_problem(record, FACTS | dict.fromkeys(units, int | float)) if units else outcome(record)
+    needed = FACTS | dict.fromkeys(units, int | float) | {"seq_len": int}
+    return curve_problem(record, needed) if units else outcome(record)
 
 
 def backends(records: list[dict]) -> Drawing:

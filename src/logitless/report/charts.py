@@ -15,7 +15,7 @@ import altair as alt
 from logitless.records import lacks, outcome
 from logitless.report.settings import label_of
 
-FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict}
+FACTS = dict.fromkeys(("backend", "curves", "command", "device"), str) | {"versions": dict, "config": dict}
 ENOUGH_POINTS = 10  # of training loss, for a curve
 TOO_SHORT = f"fewer than {ENOUGH_POINTS} points of training loss"
 MOST_POINTS = 400  # of a curve, on a page of many

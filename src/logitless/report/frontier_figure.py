@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import altair as alt
 
-from logitless.records import ENOUGH_STEPS
+from logitless.records import ENOUGH_STEPS, is_positive
 from logitless.report import lengths, palette, prediction
 from logitless.report.charts import Drawing, provenance_of_runs
 from logitless.report.panels import AXES, FRONTIER
@@ -100,11 +100,12 @@ def frontier(records: list[dict]) -> Drawing:
 def _began_without_room(record: dict) -> bool:
     """Whether others held so much of the device that the failure says nothing of the length."""
     allocator = record.get("allocator")
-    if not isinstance(allocator, dict):
+    if record["device"].startswith("cpu") or not isinstance(allocator, dict):
         return False
-    total = allocator["total_gib"]
-    on_gpu = not record["device"].startswith("cpu")
-    return on_gpu and allocator["free_gib"] < min(record.get("memory_limit_gib") or total, total) - CONTEXT_GIB
+    free, total, limit = (allocator.get("free_gib"), allocator.get("total_gib"), record.get("memory_limit_gib"))
+    if not (is_positive(free) and is_positive(total)):
+        return False
+    return free < min(limit if is_positive(limit) else total, total) - CONTEXT_GIB
 
 
 def _panel(words: str, found: list[Bound]) -> alt.LayerChart:

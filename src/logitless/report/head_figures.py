@@ -1,4 +1,4 @@
-"""The figures of the benchmark, from the rows of `benchmark.py`.
+"""The figures of the benchmark, from the rows of `bench/benchmark.py`.
 
 The subtitle of each names the devices, the versions, the commits and the commands that made its numbers.
 """
@@ -6,20 +6,26 @@ The subtitle of each names the devices, the versions, the commits and the comman
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable
 from itertools import chain
-from typing import NamedTuple
 
 import altair as alt
 
-from logitless.records import lacks
 from logitless.report import palette
 from logitless.report.charts import provenance
+from logitless.report.head_rows import (
+    AXES,
+    Sweeps,
+    case_in_words,
+    case_of,
+    find_sweeps,
+    latest,
+    panel_title,
+    repeats,
+    rows_of,
+    shape_of,
+    unswept,
+)
 
-AXES = {"n_tokens": "tokens N", "vocab": "vocabulary V", "width": "width D"}
-CASE = ("inputs", "dtype", "weight_dtype", "device")
-FACTS = dict.fromkeys(("method", "status", "command", *CASE), str) | {"versions": dict} | dict.fromkeys(AXES, int)
-TIMES = dict.fromkeys(("total_ms", "gemm_ms", "ratio"), int | float)
 LEAST_MIB = 1.0  # where a logarithmic axis begins
 PANEL_WIDTH, PANEL_HEIGHT = 430, 330  # pixels, of time against memory
 SWEEP_WIDTH, SWEEP_HEIGHT = 290, 230  # pixels, of a sweep
@@ -30,76 +36,14 @@ LEAST_ROOM = 1.05  # the same as a factor, where all values are alike
 WIDE = 30  # the largest over the smallest value, beyond which ticks at 1 and 3 of each decade are enough
 
 
-class Sweeps(NamedTuple):
-    """A base shape, and for each of N, V and D the sizes (the base's too) of the shapes that differ in it alone."""
-
-    base: tuple[int, int, int]
-    sizes: dict[str, list[int]]
-
-    def shape(self, axis: str, size: int) -> tuple[int, int, int]:
-        """The base with another `size` on one axis."""
-        return tuple(size if name == axis else own for name, own in zip(AXES, self.base, strict=True))
-
-    def shapes(self) -> set[tuple[int, int, int]]:
-        return {self.shape(axis, size) for axis, sizes in self.sizes.items() for size in sizes}
-
-
-def shape_of(row: dict) -> tuple[int, int, int]:
-    return tuple(row[axis] for axis in AXES)
-
-
-def case_of(row: dict) -> tuple[str, ...]:
-    return tuple(row[key] for key in CASE)
-
-
-def problem(row: dict) -> str | None:
-    """Why a row of the benchmark cannot be drawn, or None."""
-    if row.get("width", 0) is None:
-        return f"{row['method']}: there is no figure of logits alone"
-    missing = lacks(row, FACTS)
-    if row.get("status") == "ok":
-        missing += lacks(row, TIMES)
-        missing += [] if isinstance(row.get("transient_mib"), int | float) else ["transient_mib"]  # may be zero
-    return f"{row['method']}: no {', '.join(missing)}" if missing else None
-
-
-def latest(rows: Iterable[dict]) -> list[dict]:
-    """The rows about heads with gradients, without those that a later row about the same replaces.
-
-    And without those of budgets, whose plans are other rows' over again.
-    """
-    rows = (row for row in rows if row["width"] and not row["method"].startswith(("evaluation", "ours within")))
-    kept = {(row["method"], shape_of(row), case_of(row)): row for row in rows}
-    return list(kept.values())
-
-
-def find_sweeps(rows: Iterable[dict]) -> Sweeps | None:
-    """The sweeps around the shape that most others differ from in one size; None unless an axis has three sizes."""
-    shapes = sorted({shape_of(row) for row in rows})
-
-    def around(base: tuple) -> Sweeps:
-        near = [shape for shape in shapes if sum(map(int.__ne__, shape, base)) <= 1]
-        sizes = {axis: sorted({shape[i] for shape in near}) for i, axis in enumerate(AXES)}
-        return Sweeps(base, {axis: values for axis, values in sizes.items() if len(values) > 1})
-
-    best = max(map(around, shapes), key=lambda sweeps: len(sweeps.shapes()), default=None)
-    return best if best and max(map(len, best.sizes.values()), default=0) >= 3 else None
-
-
-def rows_of(rows: list[dict], sweeps: Sweeps | None) -> list[dict]:
-    """The rows of the sweeps' shapes, those of the case that has most, for one line a method; none if none is "ok"."""
-    near = [row for row in rows if sweeps and shape_of(row) in sweeps.shapes()]
-    cases = [case_of(row) for row in near]
-    most = max(cases, key=cases.count, default=None)
-    swept = [row for row, case in zip(near, cases, strict=True) if case == most]
-    return swept if any(row["status"] == "ok" for row in swept) else []
-
-
 def head_time_memory(rows: list[dict]) -> alt.VConcatChart | None:
-    """Time against transient memory, one point a method and one panel a case, of rows that are not part of a sweep."""
-    rows = latest(rows)
-    swept = rows_of(rows, find_sweeps(rows))
-    rows = [row for row in rows if row not in swept] or rows
+    """Time against transient memory, one point a method and one panel a case, of rows that are not part of a sweep.
+
+    A budget whose plan is another row's has no point of its own: `left_out` names it.
+    """
+    rows = unswept(rows)
+    again = [id(row) for row, _ in repeats(rows)]
+    rows = [row for row in rows if id(row) not in again]
     if not any(row["status"] == "ok" for row in rows):
         return None
     panels = {}
@@ -151,8 +95,7 @@ def _time_memory_panel(rows: list[dict], names_device: bool) -> alt.LayerChart:
     ]
     failed = alt.Chart(alt.Data(values=corner)).encode(x=x, y=y, color=color)
     crosses = failed.mark_point(**palette.CROSS) + failed.mark_text(align="right", dx=-GAP).encode(text="label:N")
-    sizes = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", shape_of(rows[0]), strict=True))
-    title = f"{sizes}, {_case_in_words(rows[0], names_device)}"
+    title = panel_title(rows[0], names_device)
     missing = [f"{row['method']}: {row['status']}" for row in rows if row["status"] not in ("ok", "oom")]
     subtitle = textwrap.wrap(", ".join(missing), 80)
     layers = alt.layer(gemms, steps, leaders, dots, text, crosses).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
@@ -237,7 +180,7 @@ def head_scaling(rows: list[dict]) -> alt.VConcatChart | None:
         panels = [_scaling_panel(rows, sweeps, axis, name, title, methods) for axis in sweeps.sizes]
         lines.append(alt.hconcat(*panels))
     base = ", ".join(f"{letter} = {size}" for letter, size in zip("NVD", sweeps.base, strict=True))
-    title = f"Loss of a head around {base}; {_case_in_words(rows[0], names_device)}"
+    title = f"Loss of a head around {base}; {case_in_words(rows[0], names_device)}"
     title += "; dashed: the three GEMMs alone"
     title += "; crosses: out of memory" if any(row["status"] == "oom" for row in rows) else ""
     return alt.vconcat(*lines).properties(title=_provenance(title, rows))
@@ -277,12 +220,6 @@ def _scaling_panel(
         limit = [{"size": size, "value": statistics.median(times)} for size, times in by_size.items() if times]
         layers.append(alt.Chart(alt.Data(values=limit)).mark_line(color="black", strokeDash=[5, 4]).encode(x=x, y=y))
     return alt.layer(*layers).properties(width=SWEEP_WIDTH, height=SWEEP_HEIGHT)
-
-
-def _case_in_words(row: dict, names_device: bool) -> str:
-    """The row's case; with its device if there are several."""
-    words = f"{row['inputs']} inputs, {row['dtype']}, {row['weight_dtype']} weight"
-    return words + (f", {row['device']}" if names_device else "")
 
 
 def _provenance(text: str, rows: list[dict]) -> alt.TitleParams:

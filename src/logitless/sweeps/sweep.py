@@ -19,7 +19,7 @@ from logitless.records import FILE_NAME, PEAKS, RESULTS, append_line, outcome, r
 
 OUTPUT = "output.txt"  # what a job printed
 LOCK = ".lock"
-FINAL = (*RESULTS, "error")  # not "stopped", with which a job is to be repeated
+FINAL = (*RESULTS, "error", "stopped")
 TAIL_BYTES = 4096
 MOST_LINES = 5  # of an error
 SIGNALS = {number.value: number.name for number in signal.Signals}
@@ -83,7 +83,7 @@ def remove_unfinished(folder: Path, is_planned: Callable[[Overrides], bool], *, 
             lines.append(f"{run_dir} may still run: if it does not, delete it and repeat the command")
         elif is_stale:
             shutil.rmtree(run_dir)
-            reason = "failed" if status == "error" else "did not end"
+            reason = {"error": "failed", "stopped": "was stopped"}.get(status, "did not end")
             lines.append(f"removed {run_dir}: its job {reason} and will be repeated")
     return lines
 

@@ -128,6 +128,7 @@ class FreshProcessSweeper(Sweeper):
         except (ValueError, OSError, HydraException) as error:
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
+            print(f"go on with hydra.sweep.dir={self.folder}", file=sys.stderr)
             sys.exit(INTERRUPTED)
         if not is_success:
             sys.exit(1)
