@@ -26,8 +26,8 @@ OVERRIDES = "overrides.yaml"
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
-    for number in processes.STOPS:  # an exception: the record and W&B get closed
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in processes.STOPS:  # at once: an exception in the middle of an import may abort the process
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     if os.environ.get("LOCAL_RANK", "0") != "0":  # before anything else, which takes seconds
         processes.die_with_parent()
     # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
@@ -40,6 +40,8 @@ def main(config: DictConfig) -> None:
     from logitless.module import DivergedError
     from logitless.run import train
 
+    for number in processes.STOPS:  # an exception: the record and W&B get closed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     overrides, sweep_dir = identity(HydraConfig.get())
     try:

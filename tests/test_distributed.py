@@ -336,7 +336,7 @@ def run_app(
         stderr=subprocess.PIPE,
         text=True,
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     seconds = time.monotonic() - started
     assert processes.group_members(process.pid) == []
     return subprocess.CompletedProcess(command, process.returncode, out, err), seconds
@@ -357,7 +357,7 @@ def test_all_ranks_end_when_one_fails(fail, starter, tmp_path):
     status, error = ENDS[fail]
     result, seconds = run_app(tmp_path, fail, "trainer=ddp", "hydra.run.dir=run", starter=starter)
     assert result.returncode == 1
-    assert seconds < 40
+    assert seconds < 60
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["failed_rank"], record["step"]) == (status, 1, 2)
     assert record["phase"] == fail.split(",")[2]
@@ -383,7 +383,7 @@ def test_without_checkpoints_sigterm_to_any_rank_ends_all_at_once(tmp_path):
     options = ("trainer=ddp", "hydra.run.dir=run", "checkpoint_every=null")
     result, seconds = run_app(tmp_path, "1,terminated,forward", *options)
     assert result.returncode == 143
-    assert seconds < 40
+    assert seconds < 60
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["steps"]) == ("stopped", 1)
     assert record["error"].endswith("SIGTERM to rank 1")

@@ -1,16 +1,15 @@
 import math
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from tiny import ROOT, compose
 
 from logitless import losses
 from logitless.model import GPT, GPTConfig, KeyValueCache, _rotary_table, _rotate
 
-MODELS = sorted((Path(__file__).parents[1] / "conf/model").glob("*.yaml"))
+MODELS = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
 LOSSES = {"naive": losses.naive, "inplace": losses.inplace, "fused": partial(losses.fused, chunk=4)}
 B, T, D, V = 2, 7, 24, 128
 
@@ -29,12 +28,6 @@ def make_gpt(seed: int = 0, **options) -> GPT:
 
 def make_tokens(seed: int = 1, batch: int = B, length: int = T) -> torch.Tensor:
     return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def model_of(file: Path) -> tuple[GPTConfig, dict]:
-    settings = OmegaConf.to_container(OmegaConf.load(file))
-    model = settings["model"]
-    return GPTConfig(**model | {"padded_vocab_size": model["padded_vocab_size"] or 8192}), settings
 
 
 @pytest.mark.parametrize(("mlp", "tied", "bias"), list(product(["swiglu", "gelu"], [True, False], [True, False])))
@@ -231,16 +224,15 @@ def test_a_shape_that_cannot_be_is_refused(wrong, message):
 
 @pytest.mark.parametrize(("name", "smallest", "largest"), [("small", 122e6, 126e6), ("medium", 345e6, 360e6)])
 def test_the_named_sizes_are_those_of_gpt2(name, smallest, largest):
-    config, _ = model_of(next(file for file in MODELS if file.stem == name))
+    config = GPTConfig(**compose(f"model={name}").model)
     with torch.device("meta"):
         assert smallest < GPT(config).n_parameters() < largest
 
 
-@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
-def test_a_step_of_every_model_has_four_chunks_or_more(file):
-    _, settings = model_of(file)
-    chunk = OmegaConf.load(file.parents[1] / "train.yaml").chunk
-    assert settings["batch_size"] * settings["seq_len"] >= 4 * chunk
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_every_model_has_four_chunks_or_more(name):
+    config = compose(f"model={name}")
+    assert config.batch_size * config.seq_len >= 4 * config.chunk
 
 
 @pytest.mark.parametrize("backend", LOSSES)

@@ -99,7 +99,7 @@ def test_fused_trains_longer_than_naive_and_the_report_finds_the_same_frontier_a
     assert statuses(sweeps.folder) == ["oom", "ok", "ok", "ok"]  # the search repeated none of the grid's jobs
     naive, fused = rows(sweeps.search)
     assert naive[:4] == ["loss=naive", "512", "1024", "step 1, forward"]
-    assert fused[:4] == ["loss=fused", "2048", "-", "-"]
+    assert fused[:4] == ["loss=fused", "2048", "none so far", "-"]
     left_out, records = lengths.split(read_records([sweeps.folder / "sweep"]), frontier_figure.problem)
     assert left_out == {}
     (found,) = frontier_figure.bounds(records).values()

@@ -180,7 +180,7 @@ def test_a_terminated_run_leaves_a_record(tmp_path):
         while not (curves.exists() and len(curves.read_text().splitlines()) > 3) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert process.returncode == 143
     record = read_record(tmp_path / "run")
     assert (record["status"], record["checkpoint_step"]) == ("stopped", record["steps"])
@@ -196,7 +196,7 @@ def test_ctrl_c_while_a_run_still_imports_ends_it_without_a_word(tmp_path):
             time.sleep(0.01)  # Hydra writes this before it calls the script's function
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (130, "", "")
 
 

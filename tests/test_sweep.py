@@ -49,7 +49,7 @@ def test_each_failure_is_named_when_it_happens_and_lies_in_its_own_folder(tmp_pa
     process = start(tmp_path, "seq_len=1,3", "act=raise@1,raise@3", "seconds=0.1")
     first = process.stderr.readline()
     assert process.poll() is None  # it was named before the sweep was over
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "RuntimeError: a bug at 1, see" in first
     assert str(tmp_path / "sweep" / "0") in first
@@ -106,7 +106,7 @@ def test_an_interrupted_sweep_says_what_it_knows_and_leaves_nothing_running(numb
     await_line(tmp_path / "sweep" / "1" / "record.jsonl", "started")
     stopped = time.monotonic()
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert time.monotonic() - stopped < 5
     assert process.returncode == status, err
     assert out.splitlines()[-3].split() == ["0", "1", "0.001", "GiB", "10,000"]
