@@ -223,7 +223,7 @@ class GPT(nn.Module):
         return self.embedding(tokens)
 
     def compile_blocks(self) -> None:
-        """Compiles the blocks, which share one graph for each sequence length; a whole model would be one of all layers.
+        """Compiles the blocks, which share one graph for each sequence length; that of a whole model has all layers.
 
         Not their hooks (of sharding), and not the head, whose loss is one operator to a compiler.
         """
