@@ -49,6 +49,7 @@ def test_a_peer_is_beaten_by_what_is_no_slower_no_larger_and_no_less_exact(peer,
     (found,) = peer_table.compare([*others, peer, *OURS])
     assert (found.ours["method"], found.is_small_enough, found.is_beaten) == (ours, is_small_enough, is_beaten)
     assert found.times == found.ours["total_ms"] / peer["total_ms"]
+    assert peer_table.compare([*others, peer]) == []
 
 
 def test_the_committed_table_is_what_the_script_makes_of_the_committed_rows(tmp_path):

@@ -247,7 +247,7 @@ class GPT(nn.Module):
         return self.embedding(tokens)
 
     def compile_blocks(self) -> None:
-        """Compiles the blocks, which share one graph a sequence length: whole models take as many times longer.
+        """Compiles the blocks, which share one graph for each sequence length; that of a whole model has all layers.
 
         Not their hooks (of sharding), and not the head, whose loss is one operator to a compiler.
         """

@@ -52,11 +52,11 @@ def error(row: dict) -> float:
 
 
 def compare(rows: Iterable[dict]) -> list[Comparison]:
-    """All peers of one case, in the order of their rows."""
+    """All peers of one case, in the order of their rows; none where nothing of ours was measured."""
     rows = [row for row in rows if row["status"] == "ok" and not row["method"].startswith("evaluation")]
     ours = [row for row in rows if is_ours(row)]
     found = []
-    for peer in (row for row in rows if not is_ours(row)):
+    for peer in (row for row in rows if ours and not is_ours(row)):
         as_good = [row for row in ours if mib(row) <= mib(peer) and error(row) <= error(peer)]
         beaters = [row for row in as_good if row["total_ms"] <= peer["total_ms"] and row["time"] == peer["time"]]
         best = min(beaters or as_good, key=lambda row: row["total_ms"], default=None)
