@@ -6,6 +6,7 @@ import pytest
 
 from logitless import callbacks
 from logitless.callbacks import PeakMemory, Throughput
+from logitless.profiling import StepProfile
 
 
 class FakeMeter:
@@ -133,6 +134,17 @@ def test_speed_leaves_out_validation_checkpoints_and_the_first_step(sleep):
     training.step(lambda: sleep(3))
     assert throughput.tokens_per_s() == pytest.approx(30 / 5)
     assert [value for _, value in training.module.plotted] == pytest.approx([10, 10, 10 / 3])
+
+
+def test_speed_leaves_out_profiled_steps_and_what_profiling_them_takes(sleep):
+    profile = StepProfile(None, last_step=8)
+    profile.on_train_batch_start = lambda trainer, *_: sleep(40 if trainer.global_step == 3 else 0)
+    throughput = Throughput(profile)
+    training = Training(throughput, profile)
+    training.step(lambda: sleep(100))
+    for n_done in range(1, 10):
+        training.step(lambda n_done=n_done: sleep(20 if 3 <= n_done < 8 else 2))
+    assert throughput.tokens_per_s() == pytest.approx(5)
 
 
 def test_speed_of_a_run_of_one_step_is_unknown(sleep):

@@ -44,6 +44,19 @@ def test_every_group_of_train_yaml_has_files():
     assert all(GROUPS.values())
 
 
+EXPERIMENTS = GROUPS.pop("experiment")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_composes_with_every_loss_and_says_how_to_run_it(name):
+    for backend in BACKENDS:
+        assert checked(experiment=name, loss=backend).loss._target_.endswith(backend)
+    head = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("defaults:")[0]
+    (command,) = re.findall(r"^#   python scripts/train\.py .*$", head, flags=re.M)
+    assert f"experiment={name}" in command
+    assert "H200" in head or "CPU" in head, "where it was seen, and how long it takes"
+
+
 @pytest.mark.parametrize(("group", "name"), [(g, n) for g, names in GROUPS.items() for n in names])
 def test_every_file_composes_and_changes_only_its_own_keys(group, name):
     """So files of different groups cannot collide: that every combination composes follows from this test."""

@@ -1,6 +1,6 @@
 """Several processes compute what one does, and end together when one of them fails.
 
-On the CPU, over gloo. The runs that succeed share two process groups, of 2 and of 3 ranks.
+On the CPU, over gloo, and on two GPUs, over NCCL. The runs that succeed share process groups, of 2 and of 3 ranks.
 """
 
 import errno
@@ -32,7 +32,7 @@ from logitless.model import Head
 from logitless.module import DivergedError
 
 STRATEGIES = ("ddp", "fsdp", "tp_vocab")
-ONE = ("max_steps=5", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5", "seed=2")
+ONE = ("max_steps=5", "precision=32-true", "model.n_layers=2", "betas=[0.0,0.95]", "chunk=5", "grad_clip=0.5", "seed=2")
 EACH = [
     (world, strategy, backend, accumulate)
     for world, counts in ((2, (1, 2)), (3, (2,)))
@@ -86,8 +86,8 @@ def no_space(descriptor: int) -> None:
 class Runs:
     """What the runs of one process group left, and the same of one process with as many sequences a batch."""
 
-    def __init__(self, world: int, folder: Path):
-        self.world, self.folder = world, folder
+    def __init__(self, world: int, folder: Path, accelerator: str = "cpu"):
+        self.world, self.folder, self.accelerator = world, folder, accelerator
         self.ignored = commonest_token(folder)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -96,6 +96,8 @@ class Runs:
 
     def runs(self) -> list[tuple[str, list[str]]]:
         runs = {name(*each): (each[0], options(w, *each[1:], self.ignored)) for w, *each in EACH if w == self.world}
+        if self.accelerator == "gpu":
+            return self._on_ranks(runs)
         for strategy in STRATEGIES:
             runs[f"uneven-{strategy}"] = strategy, ["val_batches=4", "max_steps=1"]
         for strategy, first in RESUMED if self.world == 2 else []:
@@ -109,13 +111,17 @@ class Runs:
                     ["lr=1e30", "nonfinite_steps=2", "grad_clip=null"],
                 )
         runs["full-disk"] = "ddp", ["max_steps=3", "checkpoint_every=1"]
-        cpu = ["trainer.accelerator=cpu", f"trainer.devices={self.world}"]
-        return [(run, [*overrides, f"trainer={strategy}", *cpu]) for run, (strategy, overrides) in runs.items()]
+        return self._on_ranks(runs)
+
+    def _on_ranks(self, runs: dict[str, tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+        where = [f"trainer.accelerator={self.accelerator}", f"trainer.devices={self.world}"]
+        return [(run, [*overrides, f"trainer={strategy}", *where]) for run, (strategy, overrides) in runs.items()]
 
     @functools.cache  # noqa: B019
     def alone(self, backend: str, accumulate: int) -> Path:
         run = self.folder / f"alone-{backend}-{accumulate}"
         overrides = [*options(self.world, backend, accumulate, self.ignored), f"batch_size={2 * self.world}"]
+        overrides.append(f"trainer={self.accelerator}")
         tiny.train(tiny.tiny(self.folder, *overrides), run)
         return run
 
@@ -135,6 +141,13 @@ def runs_of_3(tmp_path_factory):
     return Runs(3, tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="module")
+def runs_of_2_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return Runs(2, tmp_path_factory.mktemp("runs"), "gpu")
+
+
 @pytest.fixture
 def runs_of(request):
     return lambda world: request.getfixturevalue(f"runs_of_{world}")
@@ -148,7 +161,17 @@ def gradients(run: Path) -> dict[int, torch.Tensor]:
 
 @pytest.mark.parametrize(("world", "strategy", "backend", "accumulate"), EACH)
 def test_loss_and_gradients_are_those_of_one_process(world, strategy, backend, accumulate, runs_of):
-    runs = runs_of(world)
+    assert_equal(runs_of(world), strategy, backend, accumulate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("strategy", "backend", "accumulate"), [each[1:] for each in EACH if each[0] == 2])
+def test_loss_and_gradients_of_two_gpus_are_those_of_one(strategy, backend, accumulate, runs_of_2_gpus):
+    assert_equal(runs_of_2_gpus, strategy, backend, accumulate)
+
+
+def assert_equal(runs: Runs, strategy: str, backend: str, accumulate: int) -> None:
+    """What `runs` computed on all ranks is what one computes."""
     together, alone = runs.folder / name(strategy, backend, accumulate), runs.alone(backend, accumulate)
     for curve in ("train/loss", "grad_norm", "val/loss", "val/accuracy", "lr", "tokens"):
         expected = tiny.read_curve(alone, curve)

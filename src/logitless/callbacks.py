@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from logitless.memory import CudaMeter, LiveTensorMeter
+from logitless.profiling import StepProfile
 
 
 class Position(pl.Callback):
@@ -78,9 +79,13 @@ def _larger(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
 
 
 class Throughput(pl.Callback):
-    """Training tokens a second, without validation, checkpoints, and the first step (compilation, optimizer state)."""
+    """Training tokens a second.
 
-    def __init__(self):
+    Without validation, checkpoints, the first step (compilation, optimizer state), and the steps of `profile`.
+    """
+
+    def __init__(self, profile: StepProfile | None = None):
+        self.profile = profile
         self._seconds = 0.0
         self._tokens = 0
         self._last: tuple[float, int] | None = None
@@ -94,7 +99,9 @@ class Throughput(pl.Callback):
         return self._tokens / self._seconds if self._seconds else None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        if self._last is None and trainer.global_step > self._start:
+        if self.profile and self.profile.covers(trainer.global_step):
+            self._pause(module)
+        elif self._last is None and trainer.global_step > self._start:
             self._restart(module)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:

@@ -40,14 +40,14 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
         module.gpt.compile_blocks()
 
     meter = memory.meter(module, device, is_compiled=config["compile"])
-    position, peaks, throughput = Position(), PeakMemory(meter), Throughput()
+    profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))
+    profiles = [profile] if config["profile"] else []
+    position, peaks, throughput = Position(), PeakMemory(meter), Throughput(*profiles)
     former_curves = None if job.checkpoint is None else Path(config["resume"]) / CURVES
     files = WholeFiles()
     curve_file = loggers and loggers.curve_file
     checkpoints = Checkpoints(run_dir, config["checkpoint_every"], files, curve_file, former_curves)
-    callbacks = [position, throughput, peaks, *([job.limit] if job.limit else []), checkpoints]
-    profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))
-    callbacks += [profile] if config["profile"] else []
+    callbacks = [position, throughput, peaks, *([job.limit] if job.limit else []), checkpoints, *profiles]
     trainer = _trainer(job, loggers, run_dir, callbacks, files)
     record["world_size"] = trainer.world_size
     if loggers is not None:

@@ -51,7 +51,7 @@ class StepProfile(pl.Callback):
             self.last_step = min(trainer.global_step + 1 + N_STEPS, trainer.max_steps)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        if self._profile is None and trainer.global_step == self._steps_before():
+        if self._profile is None and self.covers(trainer.global_step):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if module.device.type == "cuda" else [])]
             self._profile = profile(activities=activities, record_shapes=True)
             with silent_stderr():
@@ -71,9 +71,9 @@ class StepProfile(pl.Callback):
         gc.collect()
         self.milliseconds["idle"] = max(1e3 * seconds / n_steps - sum(self.milliseconds.values()), 0.0)
 
-    def _steps_before(self) -> int:
-        """How many steps are not profiled: at least the first, which compiles, unless it is the only one."""
-        return max(self.last_step - N_STEPS, min(self.last_step - 1, 1))
+    def covers(self, n_done: int) -> bool:
+        """Whether the step after `n_done` steps is profiled: not the first, which compiles, unless it is the only one."""
+        return max(self.last_step - N_STEPS, min(self.last_step - 1, 1)) <= n_done < self.last_step
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:
