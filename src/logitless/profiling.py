@@ -105,7 +105,7 @@ def part_of(names: Sequence[str], gemm_shapes: list | None, model: GPTConfig) ->
     Args:
         names: of the kernel, its operator, and the operators that called this, from the inside.
         gemm_shapes: of the operands, if the operator is a product of matrices.
-        model: the widths, which tell which product it is, unless a SwiGLU's is 3 D (at D = 64 and 128).
+        model: the widths, which tell which product it is, unless a head's has 2 D classes.
     """
     text = " ".join(names).lower()
     for part, pattern in BY_NAME.items():
@@ -115,7 +115,7 @@ def part_of(names: Sequence[str], gemm_shapes: list | None, model: GPTConfig) ->
         return ELEMENTWISE
     left, right = [shape for shape in gemm_shapes if len(shape) == 2][:2]
     sizes = [*left, right[1]]  # of the matrix, and the number of tokens, in any order
-    if 3 * model.width in sizes or sizes.count(model.width) == 2:
+    if 2 * model.width in sizes or sizes.count(model.width) == 2:
         return "attention's projections"
     inner = inner_width(model)
     return "MLP" if {inner, 2 * inner} & {*sizes} else "head, loss"  # of V classes, or of a rank's
