@@ -105,13 +105,14 @@ def last_lines(record: dict, run_dir: Path) -> str:
     speed = f"{record['tokens_per_s']:,.0f} tokens/s" if record["tokens_per_s"] else "not measured"
     checkpoint = run_dir / record["checkpoint"] if "checkpoint" in record else "none"
     mfu = f", {record['mfu']:.1%} of the GPUs' bf16 rate (MFU)" if record["mfu"] else ""
+    first = f", first step done after {record['start_up_s']:.1f} s" if record["start_up_s"] else ""
     parts = ", ".join(f"{part} {ms:.1f}" for part, ms in record["step_ms"].items())
     step = f"step        {sum(record['step_ms'].values()):.1f} ms: {parts}\n" if parts else ""
     return (
         f"\nloss        train {record['train_loss']:.4f}, validation {record['val_loss']:.4f} nats a token\n"
         f"accuracy    validation {record['val_accuracy']:.1%}\n"
         f"memory      {peaks or 'not measured'}\n"
-        f"speed       {speed}{mfu}\n{step}"
+        f"speed       {speed}{mfu}{first}\n{step}"
         f"sample      {record['sample']!r}\n"
         f"record      {run_dir}/record.jsonl\n"
         f"curves      {run_dir / record['curves']}\n"

@@ -1,11 +1,15 @@
 """Peaks of the first step, of later steps and of validation are kept apart; speed counts training only."""
 
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
+from tiny import ROOT
 
 from logitless import callbacks
-from logitless.callbacks import PeakMemory, Throughput
+from logitless.callbacks import PeakMemory, ProgressBar, Throughput
 from logitless.profiling import StepProfile
 
 
@@ -35,7 +39,7 @@ class FakeModule:
     def is_logging_step(self, step: int) -> bool:
         return True
 
-    def add_to_point(self, name, value, *, progress_bar=False):
+    def add_to_point(self, name, value):
         self.plotted.append((name, value))
 
 
@@ -163,6 +167,33 @@ def test_all_micro_batches_of_the_first_step_are_left_out_also_in_a_resumed_run(
     training.step(lambda: sleep(100))
     training.step(lambda: sleep(0.5))
     assert throughput.tokens_per_s() == pytest.approx(5)
+
+
+def test_the_first_step_is_done_after_as_long_as_the_process_lives(monkeypatch):
+    ages = iter([12.5, 13.5])
+    monkeypatch.setattr(callbacks, "age_s", lambda: next(ages))
+    throughput = Throughput()
+    training = Training(throughput, start=7, accumulate=2)
+    assert throughput.start_up_s is None
+    for _ in range(3):
+        training.step()
+        assert throughput.start_up_s == 12.5
+
+
+def test_a_process_is_as_old_as_its_parent_sees_it():
+    code = "import time; time.sleep(0.3); from logitless import processes; print(processes.age_s())"
+    begin = time.monotonic()
+    command = [sys.executable, "-c", code]
+    age = float(subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True).stdout)
+    assert 0.3 < age < time.monotonic() - begin + 0.02  # a tick of the kernel's clock is 0.01 s
+
+
+def test_the_bar_shows_the_last_values_of_the_curves():
+    latest = {"train/loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 12345.6}
+    assert ProgressBar().get_metrics(None, SimpleNamespace(latest=latest)) == {
+        "train/loss": "2.500",
+        "tokens_per_s": "12,346",
+    }
 
 
 def test_speed_counts_the_steps_between_two_points(sleep):

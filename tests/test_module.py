@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import hydra
@@ -127,7 +128,6 @@ def test_ranks_of_unequal_length_weigh_by_tokens():
         module.trainer = SimpleNamespace(
             accumulate_grad_batches=1, world_size=2, global_step=0, max_steps=1, strategy=strategy
         )
-        module.log = lambda *args, **kwargs: None  # the progress bar
         batches = Batches(Blocks(UNEQUAL, 4, 64, IGNORED), 1, n_batches=1, rank=rank, world=2)
         module.training_step(batches[0], 0).backward()
         sums.append(module._window_sum)
@@ -274,6 +274,12 @@ def test_a_window_without_kept_tokens_is_counted_and_changes_nothing(backend):
     assert torch.equal(nn.utils.parameters_to_vector(module.gpt.parameters()), before)
 
 
+def test_nothing_is_left_to_lightnings_logging_which_fetches_it_at_every_step(monkeypatch):
+    monkeypatch.setattr(LanguageModel, "log", None)
+    points = fit(watched(), text_data(UNEQUAL, max_steps=2), accumulate=1, max_steps=2)
+    assert len(points.values("train/loss")) == 2
+
+
 def test_log_every_spaces_the_points_and_keeps_the_first_and_last():
     module = watched()
     module.log_every = 3
@@ -284,6 +290,7 @@ def test_log_every_spaces_the_points_and_keeps_the_first_and_last():
 
 def test_dropout_differs_between_micro_batches_steps_and_ranks():
     module = watched()
+    module.gpt.config = replace(module.gpt.config, dropout=0.1)
     draws = set()
     for rank, step in itertools.product(range(2), range(3)):
         module.trainer = SimpleNamespace(accumulate_grad_batches=2, global_step=step, global_rank=rank)

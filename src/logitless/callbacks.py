@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from logitless.memory import CudaMeter, LiveTensorMeter
+from logitless.processes import age_s
 from logitless.profiling import StepProfile
 
 
@@ -59,7 +60,7 @@ class PeakMemory(pl.Callback):
             self.warm = _larger(self.warm, self.meter.peaks())
         if module.is_logging_step(self._step):
             for name, value in (self.warm or self.cold).items():
-                module.add_to_point(f"memory/{name}", value, progress_bar="reserved" not in name)
+                module.add_to_point(f"memory/{name}", value)
 
     def on_validation_start(self, trainer, module) -> None:
         self.meter.reset()
@@ -90,6 +91,7 @@ class Throughput(pl.Callback):
         self._tokens = 0
         self._last: tuple[float, int] | None = None
         self._start = 0
+        self.start_up_s: float | None = None  # from the start of the process to the end of the run's first step
 
     def on_train_start(self, trainer, module) -> None:
         self._start = trainer.global_step  # > 0 in a resumed run
@@ -105,9 +107,12 @@ class Throughput(pl.Callback):
             self._restart(module)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if self.start_up_s is None and trainer.global_step > self._start:
+            self._wait(module)
+            self.start_up_s = age_s()
         if self._last and module.tokens_seen > self._last[1] and module.is_logging_step(trainer.global_step):
             seconds, tokens = self._lap(module)
-            module.add_to_point("tokens_per_s", tokens / seconds, progress_bar=True)
+            module.add_to_point("tokens_per_s", tokens / seconds)
 
     def on_validation_start(self, trainer, module) -> None:
         self._pause(module)
@@ -139,6 +144,9 @@ class Throughput(pl.Callback):
             torch.cuda.synchronize(module.device)
 
 
+SHOWN = "train/loss", "val/loss", "memory/peak_allocated_gib", "memory/peak_live_tensor_gib", "tokens_per_s"
+
+
 class ProgressBar(TQDMProgressBar):
     """Counts the run's micro-batches; Lightning's own total takes optimizer steps for batches."""
 
@@ -157,6 +165,5 @@ class ProgressBar(TQDMProgressBar):
             self.val_progress_bar.close()
 
     def get_metrics(self, trainer, module) -> dict:
-        metrics = super().get_metrics(trainer, module)
-        metrics.pop("v_num", None)
-        return {name: f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.3f}" for name, value in metrics.items()}
+        values = {name: module.latest[name] for name in SHOWN if name in module.latest}
+        return {name: f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.3f}" for name, value in values.items()}

@@ -57,7 +57,8 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
         counts = {"steps": trainer.global_step, "tokens": module.tokens_seen, "empty_windows": module.empty_windows}
         speed = throughput.tokens_per_s()
         mfu = _model_flops_utilization(speed, record["flops_per_token"], device, trainer.world_size)
-        measured = {"tokens_per_s": speed, "mfu": mfu, "step_ms": profile.milliseconds}
+        measured = {"start_up_s": throughput.start_up_s, "tokens_per_s": speed, "mfu": mfu}
+        measured |= {"step_ms": profile.milliseconds}
         measured |= {**peaks.summary(), **module.losses}
         return counts | measured | checkpoints.facts()
 

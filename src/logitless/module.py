@@ -56,6 +56,7 @@ class LanguageModel(pl.LightningModule):
         self.empty_windows = 0  # optimizer steps without a single kept token: loss 0, gradients 0
         self.validated_step: int | None = None
         self.losses: dict[str, float] = {}  # last and smallest train_loss and val_loss, last val_accuracy
+        self.latest: dict[str, float] = {}  # values of the curves, for the progress bar
         self._point: dict[str, float] = {}
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
@@ -84,6 +85,8 @@ class LanguageModel(pl.LightningModule):
         return sums.loss * (factor / max(batch.window_tokens, 1))
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if not self.gpt.config.dropout:
+            return  # seeding the generators of all devices takes a millisecond
         accumulate = self.trainer.accumulate_grad_batches
         micro_batch = self.global_step * accumulate + batch_idx % accumulate
         # Mixed into 32 bits: a CPU generator drops the rest of its seed.
@@ -145,24 +148,23 @@ class LanguageModel(pl.LightningModule):
         self.add_to_point("val/perplexity", perplexity)
         self.write_point()
 
-    def add_to_point(self, name: str, value: float | Tensor, *, progress_bar: bool = False) -> None:
+    def add_to_point(self, name: str, value: float | Tensor) -> None:
         """Adds `value` to the curves' point of this step; a value on the device is waited for."""
-        self._point[name] = float(value)
-        if progress_bar:
-            self.log(name, self._point[name], prog_bar=True, logger=False)
+        self._point[name] = self.latest[name] = float(value)
 
     def _over_ranks(self, value: Tensor | float) -> Tensor | float:
         return self.trainer.strategy.reduce(value, reduce_op="sum")
 
     def _add_loss(self, split: str, mean: Tensor) -> None:
-        self.add_to_point(f"{split}/loss", mean, progress_bar=True)
+        self.add_to_point(f"{split}/loss", mean)
         name, value = f"{split}_loss", self._point[f"{split}/loss"]
         self.losses[name] = value
         self.losses[f"best_{name}"] = min(value, self.losses.get(f"best_{name}", math.inf))
 
     def write_point(self) -> None:
         """Writes the values that were added since the last one, as a row of the curves."""
-        # Not through self.log: Lightning would write a value again at every step until it changes.
+        # Not through self.log: Lightning would write a value again at every step until it changes, and would keep it on
+        # the device and fetch it from there at every step.
         if self._point:
             for logger in self.trainer.loggers:
                 logger.log_metrics({"tokens": self.tokens_seen, **self._point}, step=self.global_step)

@@ -76,6 +76,12 @@ def group_members(group: int) -> list[int]:
     return members
 
 
+def age_s() -> float:
+    """Seconds since this process was started, before Python's first line."""
+    start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
+
+
 def die_with_parent() -> None:
     """Makes the kernel kill this process when the one that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
