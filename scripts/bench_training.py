@@ -81,7 +81,7 @@ def our_row(overrides: str, shape: Shape) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*command, f"hydra.run.dir={folder}"], check=True, stdout=subprocess.DEVNULL)
         record = read_record(Path(folder))
-    names = ("tokens_per_s", "peak_allocated_gib", "mfu", "step_ms", "device", "versions", "commit", "plan")
+    names = ("tokens_per_s", "peak_allocated_gib", "mfu", "step_ms", "start_up_s", "device", "versions", "commit")
     return {"method": overrides} | {name: record[name] for name in names if name in record}
 
 

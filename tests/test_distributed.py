@@ -344,10 +344,10 @@ def test_ranks_must_find_each_other(tmp_path, monkeypatch):
 
 
 def run_app(
-    tmp_path: Path, fail: str, *more: str, flags: tuple = (), starter: tuple = PYTHON
+    tmp_path: Path, fail: str, *more: str, flags: tuple = (), starter: tuple = PYTHON, accelerator: str = "cpu"
 ) -> tuple[subprocess.CompletedProcess, float]:
     """What a script printed and returned, and the seconds it took; nothing of what it started may be left."""
-    options = tiny.overrides(tmp_path, "trainer.devices=2", "trainer.accelerator=cpu", *more)
+    options = tiny.overrides(tmp_path, "trainer.devices=2", f"trainer.accelerator={accelerator}", *more)
     command = [*starter, str(ROOT / "tests" / "rank_app.py"), *flags, *options]
     started = time.monotonic()
     process = subprocess.Popen(
@@ -376,9 +376,14 @@ ENDS = {
     [("1,killed,backward", PYTHON), ("1,hangs,forward", PYTHON), ("1,hangs,forward", TORCHRUN)],
     ids=["killed", "oom", "oom-torchrun"],
 )
-def test_all_ranks_end_when_one_fails(fail, starter, tmp_path):
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_all_ranks_end_when_one_fails(fail, starter, accelerator, tmp_path):
+    """Also where the others wait for it in NCCL, in which no signal reaches Python."""
+    if accelerator == "gpu" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     status, error = ENDS[fail]
-    result, seconds = run_app(tmp_path, fail, "trainer=ddp", "hydra.run.dir=run", starter=starter)
+    options = {"starter": starter, "accelerator": accelerator}
+    result, seconds = run_app(tmp_path, fail, "trainer=ddp", "hydra.run.dir=run", **options)
     assert result.returncode == 1
     assert seconds < 60
     record = tiny.read_record(tmp_path / "run")
