@@ -72,7 +72,7 @@ class StepProfile(pl.Callback):
         self.milliseconds["idle"] = max(1e3 * seconds / n_steps - sum(self.milliseconds.values()), 0.0)
 
     def covers(self, n_done: int) -> bool:
-        """Whether the step after `n_done` steps is profiled. Not the first, which compiles, unless there is no other."""
+        """Whether the step after `n_done` steps is profiled. Not the first, which compiles, unless no other is."""
         return max(self.last_step - N_STEPS, min(self.last_step - 1, 1)) <= n_done < self.last_step
 
     @staticmethod
