@@ -5,14 +5,17 @@
 
 A shape is sequences x tokens x vocabulary, for 12 layers of width 768. nanoGPT is timed as its bench.py does: compiled,
 bf16 autocast, fused AdamW, 10 steps to warm up and 20 that count, with the loss fetched at each. Ours is a run of
-scripts/train.py with model=small, compile=true and the overrides given: clipped gradients, its own loader, Lightning.
-Each has a process of its own. Prints a row for each, and appends it to --out.
+scripts/train.py with model=small, compile=true and the overrides given: clipped gradients, its own loader, Lightning,
+the loss fetched every 10 steps; as many steps count, and 5 more are profiled. Each has a process of its own. Prints a
+row for each, and appends it to --out.
 """
 
 import _path  # isort: skip  # noqa: F401
 
 import argparse
+import csv
 import multiprocessing
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from logitless.profiling import N_STEPS
 from logitless.records import append_line, read_record
 
 N_LAYERS, N_HEADS, WIDTH = 12, 12, 768
@@ -73,16 +77,20 @@ def nanogpt_row(folder: Path, shape: Shape) -> dict:
 
 
 def our_row(overrides: str, shape: Shape) -> dict:
-    n_steps = WARMUP + STEPS
+    n_steps = WARMUP + STEPS + N_STEPS  # the last are profiled
     command = [sys.executable, str(Path(__file__).with_name("train.py")), "model=small", "compile=true"]
     command += [f"batch_size={shape.batch_size}", f"seq_len={shape.seq_len}", "logger=csv", "checkpoint_every=null"]
     command += [f"model.padded_vocab_size={shape.vocab}", f"max_steps={n_steps}", f"val_every={n_steps}"]
-    command += ["val_batches=1", f"log_every={WARMUP}", *overrides.split()]
+    command += ["val_batches=1", "profile=true", f"log_every={WARMUP}", *overrides.split()]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*command, f"hydra.run.dir={folder}"], check=True, stdout=subprocess.DEVNULL)
         record = read_record(Path(folder))
-    names = ("tokens_per_s", "peak_allocated_gib", "mfu", "step_ms", "start_up_s", "device", "versions", "commit")
-    return {"method": overrides} | {name: record[name] for name in names if name in record}
+        with open(Path(folder) / record["curves"]) as stream:
+            points = [row for row in csv.DictReader(stream) if row["tokens_per_s"] and int(row["step"]) > WARMUP]
+    speed = statistics.harmonic_mean(float(point["tokens_per_s"]) for point in points)
+    names = ("peak_allocated_gib", "step_ms", "start_up_s", "flops_per_token", "device", "versions", "commit")
+    mfu = record["mfu"] and record["mfu"] * speed / record["tokens_per_s"]
+    return {"method": overrides, "tokens_per_s": speed, "mfu": mfu} | {name: record.get(name) for name in names}
 
 
 def main() -> None:

@@ -388,7 +388,9 @@ def test_all_ranks_end_when_one_fails(fail, starter, accelerator, tmp_path):
     assert seconds < 60
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["failed_rank"], record["step"]) == (status, 1, 2)
-    assert record["phase"] == fail.split(",")[2]
+    phase = fail.split(",")[2]
+    # Rank 1 was killed without a word: that is where rank 0 waits for it, which is ahead of its GPU.
+    assert record["phase"] in ((phase, "optimizer") if accelerator == "gpu" and status == "error" else (phase,))
     assert error in record["error"]
 
 

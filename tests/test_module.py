@@ -134,7 +134,7 @@ def test_ranks_of_unequal_length_weigh_by_tokens():
     assert np.mean([module.gpt.head.weight.grad[0, 0].item() for module in modules]) == pytest.approx(3.6)
     for module in modules:
         module.on_before_optimizer_step(torch.optim.SGD(module.parameters(), lr=0.1))
-        assert module.losses["train_loss"] == pytest.approx(3.6)
+        assert module._point["train/loss"].item() == pytest.approx(3.6)
         assert module.tokens_seen == 5
 
 

@@ -56,6 +56,7 @@ def test_no_step_waits_for_the_device_but_one_with_a_point(backend, is_compiled,
         lambda job, loggers, folder, them, files: trainer_of(job, loggers, folder, [*them, no_waiting], files),
     )
     options = (*WIDE, f"loss={backend}", f"compile={is_compiled}", "max_steps=12", "log_every=6", "val_every=6")
+    options += ("checkpoint_every=null",)
     record = train(tiny(tmp_path, *options), tmp_path / "run")
     assert record["status"] == "ok"
     assert no_waiting.n_steps == 9  # neither the first, nor steps 6 and 12

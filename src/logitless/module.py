@@ -57,11 +57,11 @@ class LanguageModel(pl.LightningModule):
         self.validated_step: int | None = None
         self.losses: dict[str, float] = {}  # last and smallest train_loss and val_loss, last val_accuracy
         self.latest: dict[str, float] = {}  # values of the curves, for the progress bar
-        self._point: dict[str, float] = {}
+        self._point: dict[str, float | Tensor] = {}
         self._window_sum: Tensor | float = 0.0
         self._window_tokens = 0
         self._nonfinite: Tensor | int = 0  # how many of the last steps in a row; counted where the loss is
-        self._logged_nonfinite = 0
+        self._logged_nonfinite: Tensor | int = 0
 
     def configure_model(self) -> None:
         """Cuts the parameters over the ranks of the strategy's mesh, where it has one; Lightning calls it repeatedly.
@@ -101,7 +101,7 @@ class LanguageModel(pl.LightningModule):
         self.tokens_seen += self._window_tokens
         self.empty_windows += self._window_tokens == 0
         if self.is_logging_step(step):
-            self._add_loss("train", self._over_ranks(self._window_sum) / max(self._window_tokens, 1))
+            self.add_to_point("train/loss", self._over_ranks(self._window_sum) / max(self._window_tokens, 1))
             self.add_to_point("lr", optimizer.param_groups[0]["lr"])
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
@@ -113,7 +113,7 @@ class LanguageModel(pl.LightningModule):
         self._window_sum = 0.0
         if self.is_logging_step(self.global_step + 1):
             self.add_to_point("grad_norm", grad_norm)
-            self._logged_nonfinite = int(self.trainer.strategy.reduce(self._nonfinite, reduce_op="max"))
+            self._logged_nonfinite = self.trainer.strategy.reduce(self._nonfinite, reduce_op="max")
 
     def on_train_batch_end(self, outputs, batch: Batch, batch_idx: int) -> None:
         self.write_point()  # the callbacks' hooks have run: their values are in the point
@@ -141,34 +141,36 @@ class LanguageModel(pl.LightningModule):
         val_sum, correct = (self._over_ranks(value) for value in (self._val_sum, self._val_correct))
         mean = val_sum / n_tokens
         self.validated_step = self.global_step
-        self._add_loss("val", mean)
+        self.add_to_point("val/loss", mean)
         self.add_to_point("val/accuracy", correct / n_tokens)
-        self.losses["val_accuracy"] = self._point["val/accuracy"]
         perplexity = torch.as_tensor(mean, dtype=torch.float64).exp()  # inf where math.exp raises
         self.add_to_point("val/perplexity", perplexity)
         self.write_point()
 
     def add_to_point(self, name: str, value: float | Tensor) -> None:
-        """Adds `value` to the curves' point of this step; a value on the device is waited for."""
-        self._point[name] = self.latest[name] = float(value)
+        """Adds `value` to the curves' point of this step; one on the device is fetched when the point is written."""
+        self._point[name] = value
 
     def _over_ranks(self, value: Tensor | float) -> Tensor | float:
         return self.trainer.strategy.reduce(value, reduce_op="sum")
 
-    def _add_loss(self, split: str, mean: Tensor) -> None:
-        self.add_to_point(f"{split}/loss", mean)
-        name, value = f"{split}_loss", self._point[f"{split}/loss"]
-        self.losses[name] = value
-        self.losses[f"best_{name}"] = min(value, self.losses.get(f"best_{name}", math.inf))
-
     def write_point(self) -> None:
-        """Writes the values that were added since the last one, as a row of the curves."""
+        """Writes the values that were added since the last one, as a row of the curves; waits for the device."""
         # Not through self.log: Lightning would write a value again at every step until it changes, and would keep it on
         # the device and fetch it from there at every step.
-        if self._point:
-            for logger in self.trainer.loggers:
-                logger.log_metrics({"tokens": self.tokens_seen, **self._point}, step=self.global_step)
-        self._point = {}
+        if not self._point:
+            return
+        values = {name: float(value) for name, value in self._point.items()}
+        self._point, self._logged_nonfinite = {}, int(self._logged_nonfinite)
+        self.latest |= values
+        for split in ("train", "val"):
+            if (loss := values.get(f"{split}/loss")) is not None:
+                self.losses[f"{split}_loss"] = loss
+                self.losses[f"best_{split}_loss"] = min(loss, self.losses.get(f"best_{split}_loss", math.inf))
+        if "val/accuracy" in values:
+            self.losses["val_accuracy"] = values["val/accuracy"]
+        for logger in self.trainer.loggers:
+            logger.log_metrics({"tokens": self.tokens_seen, **values}, step=self.global_step)
 
     def configure_optimizers(self) -> dict:
         settings = self.optimizer_settings
