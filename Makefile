@@ -27,7 +27,7 @@ lint: install  ## check style and format
 bench: install  ## compare implementations of the loss on two small shapes; a GPU deserves larger ones
 	$(BIN)/python scripts/bench.py --shapes 2048x4096x128,2048x4096 --dtype fp32 --inputs peaked
 
-RESULTS := $(addprefix docs/results/,small_h200 frontier_h200 bench_h200/head.jsonl bench_h200/scaling.jsonl)
+RESULTS := $(addprefix docs/results/,austen_small_h200 frontier_h200 bench_h200/head.jsonl bench_h200/scaling.jsonl)
 
 report: install  ## make docs/report, docs/calculator.html and docs/peers.md from the records in docs/results
 	$(BIN)/python scripts/report.py $(RESULTS) --out docs/report

@@ -1,7 +1,6 @@
 """Peaks are as measured: on an H200 in docs/results, on a CPU phase by phase with the meter of live tensors."""
 
 import importlib
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,7 @@ from logitless.footprint import fits, longest, n_parameters, peak_bytes, peak_pa
 from logitless.footprint_parts import DTYPES, Step, head_plan
 from logitless.memory import GIB, LiveTensorMeter
 from logitless.model import GPT, GPTConfig
-from logitless.records import read_records
+from logitless.records import read_record, read_records
 from logitless.report.prediction import step_of
 
 H200, CPU = DEVICES["NVIDIA H200"], DEVICES["cpu"]
@@ -35,27 +34,24 @@ MODELS = {
 
 def recorded(folder: str, backend: str) -> tuple[dict, Step]:
     """The record of a run in docs/results, and its step."""
-    (line,) = (ROOT / "docs" / "results" / folder / backend / "record.jsonl").read_text().splitlines()
-    record = json.loads(line)
+    record = read_record(ROOT / "docs" / "results" / folder / backend)
     device = H200 if record["device"] == H200.name else CPU
     shape = record["seq_len"], record["batch_size"], record["precision"]
     return record, Step(GPTConfig(**record["config"]["model"]), device, *shape, chunk=record["chunk"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_on_an_h200_a_run_took_what_is_predicted_within_half_a_percent(backend, monkeypatch):
+def test_on_an_h200_a_run_took_what_is_predicted_within_half_a_percent(backend):
     record, step = recorded("small_h200", backend)
-    if record["time"] < "2026-11-30":  # no GEMM made dlogits yet: the plain path, which an older GPU takes still
-        step = replace(step, device=replace(H200, name="an H200 with those kernels", capability=(8, 9)))
-        monkeypatch.setattr(footprint, "OLDER_WORKSPACES_BYTES", footprint.WORKSPACES_BYTES)
     assert peak_bytes(step, backend) / GIB == pytest.approx(record["peak_allocated_gib"], rel=0.005)
     assert n_parameters(step.model) == record["n_parameters"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_allocator_took_no_more_than_the_share_that_is_left_to_it(backend):
-    record, _ = recorded("small_h200", backend)
-    assert record["peak_allocated_gib"] > footprint.USABLE_SHARE * record["peak_reserved_gib"]
+def test_where_memory_is_short_the_allocator_wastes_less_than_the_share_that_is_left_to_it():
+    records = read_records([ROOT / "docs" / "results" / "frontier_h200"])
+    full = [r for r in records if r["status"] == "ok" and r["peak_allocated_gib"] > 0.9 * r["memory_limit_gib"]]
+    assert len(full) == 8
+    assert all(r["peak_allocated_gib"] > footprint.USABLE_SHARE * r["peak_reserved_gib"] for r in full)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -108,7 +104,7 @@ def test_on_a_cpu_forward_and_backward_take_what_is_predicted(checkpoint, name, 
 
 @pytest.mark.parametrize(
     ("backend", "seq_len", "checkpoint", "largest"),
-    [("naive", 8192, False, "head"), ("fused", 8192, False, "blocks"), ("fused", 128, True, "states")],
+    [("naive", 8192, False, "head"), ("fused", 16384, False, "blocks"), ("fused", 128, True, "states")],
 )
 def test_the_parts_of_a_peak_say_what_fills_the_memory(backend, seq_len, checkpoint, largest):
     model = GPTConfig(12, 12, 768, 131072, "gelu", tied=True, head_bias=False, dropout=0.0, checkpoint=checkpoint)
@@ -248,7 +244,7 @@ def test_a_backend_that_does_not_exist_is_refused():
 
 def test_what_trained_under_a_limit_fits_and_what_ran_out_of_memory_does_not():
     records = read_records([ROOT / "docs" / "results" / "frontier_h200"])
-    assert len(records) == 48
+    assert len(records) == 32
     for record in records:
         step = step_of(record, record["seq_len"])
         assert step.memory_limit_gib == 24

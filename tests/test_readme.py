@@ -28,8 +28,7 @@ def rows_of(backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gpu_table_is_the_record(backend):
     record = records("small_h200")[backend]
-    with open(ROOT / "docs" / "results" / "small_h200" / backend / record["curves"]) as stream:
-        losses = [float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]]
+    losses = list(curve("small_h200", backend).values())
     assert len(losses) == 200
     mean = statistics.mean(losses[-50:])
     expected = f"| {record['peak_allocated_gib']:.2f} GiB | {record['tokens_per_s']:,.0f} | {mean:.4f} |"
@@ -51,6 +50,66 @@ def test_the_cpu_table_is_the_record(backend):
         f"| {record['peak_live_tensor_gib']:.2f} GiB | {record['tokens_per_s']:,.0f} | {record['val_loss']:.4f} |"
     )
     assert rows_of(backend)[1].endswith(expected)
+
+
+def curve(folder: str, backend: str) -> dict[int, float]:
+    """The training loss by step."""
+    with open(ROOT / "docs" / "results" / folder / backend / "curves" / "metrics.csv") as stream:
+        return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]}
+
+
+def test_the_curves_of_the_backends_differ_as_little_as_it_says():
+    points, means = [], []
+    for folder in ("small_h200", "austen_small_h200"):
+        naive = curve(folder, "naive")
+        for backend in ("inplace", "fused"):
+            ours = curve(folder, backend)
+            assert ours.keys() == naive.keys()
+            differences = [ours[step] / naive[step] - 1 for step in naive]
+            points.append(max(map(abs, differences)))
+            means.append(abs(statistics.mean(differences)))
+    words = f"points of their curves differ by up to {100 * max(points):.1f}%, whole curves by {100 * max(means):.1f}%"
+    assert words in README.replace("\n", " ")
+
+
+def training_rows() -> list[tuple[dict, dict]]:
+    """nanoGPT's row and ours of each shape."""
+    rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "training_h200.jsonl").read_text().splitlines()]
+    assert [row["method"] == "nanoGPT" for row in rows] == [True, False] * 3
+    return list(zip(rows[::2], rows[1::2], strict=True))
+
+
+def test_the_tables_of_training_are_the_rows():
+    section = README[README.index("## Train for real") : README.index("## When it stops")]
+    names, ratios = [], []
+    for theirs, ours in training_rows():
+        assert theirs["shape"] == ours["shape"]
+        batch, tokens, vocab = theirs["shape"].split("x")
+        names.append(f"{batch} x {tokens}, V = {int(vocab):,}")
+        speed, peak = (ours[key] / theirs[key] for key in ("tokens_per_s", "peak_allocated_gib"))
+        gib = [row["peak_allocated_gib"] for row in (theirs, ours)]
+        ratios.append(speed)
+        line = f"| {names[-1]} | {theirs['tokens_per_s']:,.0f} | {ours['tokens_per_s']:,.0f} | {speed:.2f} "
+        assert f"{line}| {ours['mfu']:.1%} | {gib[0]:.2f} GiB | {gib[1]:.2f} GiB | {peak:.2f} |" in section
+    assert all(0.98 < ratio / target < 1 for ratio, target in zip(ratios, (1.10, 1.08, 1.18), strict=True))
+    assert f"| ms of a step | {' | '.join(names)} |" in section
+    parts = training_rows()[0][1]["step_ms"]
+    for part in parts:
+        milliseconds = [f"{ours['step_ms'][part]:.1f}" for _, ours in training_rows()]
+        assert f"| {part} | {' | '.join(milliseconds)} |" in section
+    seconds = {round(ours["start_up_s"]) for _, ours in training_rows()}
+    assert seconds == {19}
+    assert "The first step was done after 19 s" in section
+
+
+def test_two_gpus_are_as_fast_as_it_says():
+    one, two = (read_records([ROOT / "docs" / "results" / "medium_scaling_h200" / name])[0] for name in ("gpu", "ddp"))
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    words = f"{two['tokens_per_s'] / one['tokens_per_s']:.2f} times as fast as one"
+    words += f": {two['tokens_per_s']:,.0f} tokens/s against {one['tokens_per_s']:,.0f}"
+    words += f". The head, {one['head_share']:.0%} of the parameters, took {one['step_ms']['head, loss']:.1f} ms"
+    assert words in README.replace("\n", " ")
+    assert round(two["step_ms"]["head, loss"], 1) == round(one["step_ms"]["head, loss"], 1)
 
 
 def frontier_runs() -> list[dict]:

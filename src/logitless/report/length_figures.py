@@ -61,7 +61,8 @@ def speed(records: list[dict]) -> Drawing:
         points = [_point(run, run[SPEED.y] if run["status"] == "ok" else 0.0) for run in runs]
         charts.append(_panel(SPEED, words, _encodings(records), points, [], None))
     steps = sorted(run["steps"] - 1 for run in records if run["status"] == "ok" and isinstance(run.get("steps"), int))
-    title = f"Speed of training, mean of {steps[0]} to {steps[-1]} steps after the first" if steps else "Speed"
+    counts = " to ".join(map(str, dict.fromkeys([steps[0], steps[-1]]))) if steps else ""
+    title = f"Speed of training, mean of {counts} steps after the first" if steps else "Speed"
     return Drawing(_grid(charts, title, records), left_out)
 
 
