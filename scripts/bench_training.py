@@ -1,13 +1,13 @@
 """Times training steps of this recipe beside those of nanoGPT (github.com/karpathy/nanoGPT), in turn, on one GPU.
 
     python scripts/bench_training.py --nanogpt ../nanoGPT --shapes 64x1024x50304,16x4096x50304,32x1024x131072
-    python scripts/bench_training.py --shapes 64x1024x50304 --ours "loss=fused chunk=4096,loss=naive" --out rows.jsonl
+    python scripts/bench_training.py --shapes 64x1024x50304 --ours "loss=fused chunk=4096" --ours loss=naive
 
 A shape is sequences x tokens x vocabulary, for 12 layers of width 768. nanoGPT is timed as its bench.py does: compiled,
 bf16 autocast, fused AdamW, 10 steps to warm up and 20 that count, with the loss fetched at each. Ours is a run of
 scripts/train.py with model=small, compile=true and the overrides given: clipped gradients, its own loader, Lightning,
 the loss fetched every 10 steps; as many steps count, and 5 more are profiled. Each has a process of its own. Prints a
-row for each, and appends it to --out.
+row for each, and appends it to --out. The overrides are not max_steps, val_every, log_every or profile.
 """
 
 import _path  # isort: skip  # noqa: F401
@@ -28,16 +28,19 @@ from logitless.records import append_line, read_record
 
 N_LAYERS, N_HEADS, WIDTH = 12, 12, 768
 WARMUP, STEPS = 10, 20
+NANOGPT = "nanoGPT"
 
 
 class Shape(NamedTuple):
+    """Sequences a step, tokens a sequence, classes."""
+
     batch_size: int
     seq_len: int
     vocab: int
 
 
 def nanogpt(folder: str, shape: Shape) -> dict:
-    """What nanoGPT, cloned in `folder`, reaches: seconds a step, and the peak of them in GiB."""
+    """What nanoGPT, cloned in `folder`, reaches; to be called in a process of its own."""
     sys.path.insert(0, folder)
     import torch
     from model import GPT, GPTConfig  # nanoGPT's
@@ -66,14 +69,14 @@ def nanogpt(folder: str, shape: Shape) -> dict:
         step()
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / STEPS
-    return {"seconds": seconds, "gib": torch.cuda.max_memory_allocated() / 2**30}
+    found = {"step_s": seconds, "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return found | {"device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__}}
 
 
 def nanogpt_row(folder: Path, shape: Shape) -> dict:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(nanogpt, (str(folder.resolve()), shape))
-    tokens_per_s = shape.batch_size * shape.seq_len / found["seconds"]
-    return {"method": "nanoGPT", "tokens_per_s": tokens_per_s, "peak_allocated_gib": found["gib"]}
+    return {"method": NANOGPT, "tokens_per_s": shape.batch_size * shape.seq_len / found.pop("step_s")} | found
 
 
 def our_row(overrides: str, shape: Shape) -> dict:
@@ -90,23 +93,23 @@ def our_row(overrides: str, shape: Shape) -> dict:
     speed = statistics.harmonic_mean(float(point["tokens_per_s"]) for point in points)
     names = ("peak_allocated_gib", "step_ms", "start_up_s", "flops_per_token", "device", "versions", "commit")
     mfu = record["mfu"] and record["mfu"] * speed / record["tokens_per_s"]
-    return {"method": overrides, "tokens_per_s": speed, "mfu": mfu} | {name: record.get(name) for name in names}
+    return {"method": overrides, "tokens_per_s": speed, "mfu": mfu} | {name: record[name] for name in names}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", required=True, help="sequences x tokens x vocabulary, with commas between them")
     parser.add_argument("--nanogpt", type=Path, help="folder of a clone of nanoGPT; without it ours alone is timed")
-    parser.add_argument("--ours", default="loss=fused chunk=4096", help="overrides, with commas between runs")
+    parser.add_argument("--ours", action="append", help="overrides of a run, once or more: loss=fused chunk=4096")
     parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
     arguments = parser.parse_args()
+    methods = [NANOGPT] * bool(arguments.nanogpt) + (arguments.ours or ["loss=fused chunk=4096"])
     for text in arguments.shapes.split(","):
         shape = Shape(*map(int, text.split("x")))
-        tasks = [lambda shape=shape: nanogpt_row(arguments.nanogpt, shape)] if arguments.nanogpt else []
-        tasks += [lambda o=overrides, shape=shape: our_row(o, shape) for overrides in arguments.ours.split(",")]
         print(f"\n{text}: sequences x tokens x vocabulary\n{'ms a step':>10} {'tokens/s':>10} {'peak GiB':>9}  method")
-        for task in tasks:
-            row = {"shape": text, **task()}
+        for method in methods:
+            found = nanogpt_row(arguments.nanogpt, shape) if method == NANOGPT else our_row(method, shape)
+            row = {"shape": text} | found
             ms = 1e3 * shape.batch_size * shape.seq_len / row["tokens_per_s"]
             print(
                 f"{ms:10.1f} {row['tokens_per_s']:10,.0f} {row['peak_allocated_gib']:9.2f}  {row['method']}", flush=True

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT
+from tiny import ROOT, read_curve, tiny, train
 
 from logitless import callbacks
 from logitless.callbacks import PeakMemory, ProgressBar, Throughput
@@ -169,15 +169,14 @@ def test_all_micro_batches_of_the_first_step_are_left_out_also_in_a_resumed_run(
     assert throughput.tokens_per_s() == pytest.approx(5)
 
 
-def test_the_first_step_is_done_after_as_long_as_the_process_lives(monkeypatch):
-    ages = iter([12.5, 13.5])
-    monkeypatch.setattr(callbacks, "age_s", lambda: next(ages))
+def test_start_up_ends_with_the_first_optimizer_step_of_the_run(monkeypatch):
     throughput = Throughput()
     training = Training(throughput, start=7, accumulate=2)
+    monkeypatch.setattr(callbacks, "age_s", lambda: training.trainer.global_step)
     assert throughput.start_up_s is None
     for _ in range(3):
         training.step()
-        assert throughput.start_up_s == 12.5
+        assert throughput.start_up_s == 8
 
 
 def test_a_process_is_as_old_as_its_parent_sees_it():
@@ -194,6 +193,20 @@ def test_the_bar_shows_the_last_values_of_the_curves():
         "train/loss": "2.500",
         "tokens_per_s": "12,346",
     }
+
+
+def test_the_bar_of_a_step_shows_its_own_point(tmp_path, monkeypatch):
+    shown = {}
+    update = ProgressBar.get_metrics
+
+    def get_metrics(self, trainer, module):
+        shown[trainer.global_step] = update(self, trainer, module)
+        return shown[trainer.global_step]
+
+    monkeypatch.setattr(ProgressBar, "get_metrics", get_metrics)
+    train(tiny(tmp_path, "max_steps=3", "val_every=3", "checkpoint_every=null"), tmp_path / "run")
+    curve = read_curve(tmp_path / "run", "train/loss")
+    assert {step: float(values["train/loss"]) for step, values in shown.items()} == pytest.approx(curve, abs=1e-3)
 
 
 def test_speed_counts_the_steps_between_two_points(sleep):

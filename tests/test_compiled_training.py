@@ -64,7 +64,7 @@ def test_the_tenth_length_in_a_process_is_compiled_like_the_first(eager_graphs, 
 def test_a_compiled_block_keeps_its_input_and_what_its_matrices_give(mlp, widths, inductor):
     """Of what is activated, nothing; of queries, keys and values, no more than attention needs."""
     torch.compiler.reset()
-    n_layers, width, tokens = 2, 192, torch.randint(64, (8, 64))
+    n_layers, width, shape = 2, 192, (8, 64)
     gpt = GPT(GPTConfig(n_layers, 3, width, 64, mlp, tied=True, head_bias=False, dropout=0.0))
     gpt.compile_blocks()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
@@ -76,8 +76,8 @@ def test_a_compiled_block_keeps_its_input_and_what_its_matrices_give(mlp, widths
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    x = torch.randn(*tokens.shape, width, requires_grad=True)
-    rotary = rotary_table(0, tokens.shape[1], width // 3, x.device)
+    x = torch.randn(*shape, width, requires_grad=True)
+    rotary = rotary_table(0, shape[1], width // 3, x.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for layer, block in enumerate(gpt.blocks):
             x = block(x, rotary, None, layer)

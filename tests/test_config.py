@@ -19,6 +19,7 @@ GROUPS = {
     for key in entry
     if not key.startswith("override hydra/")
 }
+EXPERIMENTS = GROUPS.pop("experiment")  # which change keys of all groups
 # What conf/model/*.yaml may set outside `model`: train.yaml has ??? there.
 GLOBAL_KEYS_OF_MODEL = {"seq_len", "batch_size", "max_steps", "warmup_steps", "lr"}
 
@@ -42,9 +43,7 @@ def changed_keys(config: DictConfig, default: DictConfig) -> set[str]:
 def test_every_group_of_train_yaml_has_files():
     assert GROUPS.keys() >= {"model", "data", "tokenizer", "loss", "trainer", "logger"}
     assert all(GROUPS.values())
-
-
-EXPERIMENTS = GROUPS.pop("experiment")
+    assert EXPERIMENTS
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -54,6 +53,9 @@ def test_an_experiment_composes_with_every_loss_and_says_how_to_run_it(name):
     head = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("defaults:")[0]
     (command,) = re.findall(r"^#   python scripts/train\.py .*$", head, flags=re.M)
     assert f"experiment={name}" in command
+    for key, _, values in (override.partition("=") for override in command.split(" -m ")[1].split()):
+        for value in values.split(",") if key != "hydra/sweeper" else ():
+            checked(**{"experiment": name, key: value})
     assert "H200" in head or "CPU" in head, "where it was seen, and how long it takes"
 
 

@@ -1,5 +1,7 @@
 """profile=true: the time of a step, by parts of the model that add up to it."""
 
+from types import SimpleNamespace
+
 import pytest
 from tiny import tiny, train
 
@@ -65,6 +67,17 @@ def test_the_parts_of_a_step_add_up_to_it(backend, tmp_path, monkeypatch):
     assert sum(spent.values()) == pytest.approx(1e3 * (seconds[1] - seconds[0]) / profiling.N_STEPS)
     assert spent.keys() == {*profiling.BY_NAME, "attention's projections", ELEMENTWISE, "idle"} - {"communication"}
     assert all(value > 0 for value in spent.values())
+
+
+@pytest.mark.parametrize(
+    ("first_step", "max_steps", "profiled"),
+    [(0, 9, range(4, 9)), (0, 3, range(1, 3)), (0, 1, range(1)), (7, 20, range(8, 13)), (7, 10, range(8, 10))],
+)
+def test_the_first_step_of_a_run_is_not_profiled_unless_there_is_no_other(first_step, max_steps, profiled):
+    """By how many steps are done before it."""
+    profile = profiling.StepProfile(GELU, last_step=max_steps)
+    profile.on_train_start(SimpleNamespace(global_step=first_step, max_steps=max_steps), None)
+    assert [n_done for n_done in range(first_step, max_steps) if profile.covers(n_done)] == list(profiled)
 
 
 def test_a_token_takes_6_operations_an_entry_of_a_matrix_and_half_of_the_attention():

@@ -60,7 +60,7 @@ def span(values: list[float], digits: int, joint: str = " to ") -> str:
 
 def test_the_first_figures_are_the_frontier_and_then_time_against_memory():
     figures = re.findall(r"!\[.+\]\(docs/report/(\w+)\.svg\)", README)
-    assert figures == ["frontier", "head_time_memory", "backends", "peak_memory", "head_scaling"]
+    assert figures == ["frontier", "head_time_memory", "backends", "peak_memory", "head_scaling", "training_loss"]
 
 
 def test_the_peers_that_no_plan_of_ours_beats_are_those_that_it_names():
@@ -161,7 +161,7 @@ def arithmetic(shape: tuple, method: str) -> float:
 def targets() -> list[list[str]]:
     """Shape, plan, target, GiB, measured, GiB and verdict."""
     lines = RESULTS[RESULTS.index("## Targets") :].splitlines()
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if re.match(r"\| \d+ x ", line)]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if re.match(r"\| \d+ x \d+ x ", line)]
 
 
 def test_the_targets_are_met_and_missed_as_it_says():

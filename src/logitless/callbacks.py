@@ -144,7 +144,7 @@ class Throughput(pl.Callback):
             torch.cuda.synchronize(module.device)
 
 
-SHOWN = "train/loss", "val/loss", "memory/peak_allocated_gib", "memory/peak_live_tensor_gib", "tokens_per_s"
+SHOWN_IN_BAR = "train/loss", "val/loss", "memory/peak_allocated_gib", "memory/peak_live_tensor_gib", "tokens_per_s"
 
 
 class ProgressBar(TQDMProgressBar):
@@ -158,6 +158,10 @@ class ProgressBar(TQDMProgressBar):
         super().on_train_start(trainer, module)
         self.train_progress_bar.total = self.total_train_batches  # a resumed run never starts its epoch
 
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        module.write_point()  # else the bar would be a point late: the module's own hook comes after the callbacks'
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
     def on_exception(self, trainer, module, exception) -> None:
         """Ends the bars' lines, so that what is printed next begins one."""
         with suppress(TypeError):  # there are none yet
@@ -165,5 +169,5 @@ class ProgressBar(TQDMProgressBar):
             self.val_progress_bar.close()
 
     def get_metrics(self, trainer, module) -> dict:
-        values = {name: module.latest[name] for name in SHOWN if name in module.latest}
+        values = {name: module.latest[name] for name in SHOWN_IN_BAR if name in module.latest}
         return {name: f"{value:,.0f}" if name == "tokens_per_s" else f"{value:.3f}" for name, value in values.items()}

@@ -142,7 +142,11 @@ def check_generate_config(config: DictConfig) -> None:
 
 
 def resolved_precision(precision: str, *, on_gpu: bool) -> str:
-    """`auto` is bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow."""
+    """`precision`, or for `auto` bf16 mixed precision on a GPU and fp32 on a CPU, where bf16 is slow.
+
+    Raises:
+        ValueError: 16-mixed on a CPU.
+    """
     if precision == "16-mixed" and not on_gpu:
         raise ValueError("precision=16-mixed needs a GPU: use bf16-mixed or 32-true")
     if precision != "auto":

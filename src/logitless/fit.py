@@ -41,13 +41,13 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
 
     meter = memory.meter(module, device, is_compiled=config["compile"])
     profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))
-    profiles = [profile] if config["profile"] else []
-    position, peaks, throughput = Position(), PeakMemory(meter), Throughput(*profiles)
+    position, peaks, throughput = Position(), PeakMemory(meter), Throughput(profile if config["profile"] else None)
     former_curves = None if job.checkpoint is None else Path(config["resume"]) / CURVES
     files = WholeFiles()
     curve_file = loggers and loggers.curve_file
     checkpoints = Checkpoints(run_dir, config["checkpoint_every"], files, curve_file, former_curves)
-    callbacks = [position, throughput, peaks, *([job.limit] if job.limit else []), checkpoints, *profiles]
+    callbacks = [position, throughput, peaks, *([job.limit] if job.limit else []), checkpoints]
+    callbacks += [profile] if config["profile"] else []
     trainer = _trainer(job, loggers, run_dir, callbacks, files)
     record["world_size"] = trainer.world_size
     if loggers is not None:
@@ -58,7 +58,7 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
         speed = throughput.tokens_per_s()
         mfu = _model_flops_utilization(speed, record["flops_per_token"], device, trainer.world_size)
         measured = {"start_up_s": throughput.start_up_s, "tokens_per_s": speed, "mfu": mfu}
-        measured |= {"step_ms": profile.milliseconds}
+        measured["step_ms"] = profile.milliseconds
         measured |= {**peaks.summary(), **module.losses}
         return counts | measured | checkpoints.facts()
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("naive", "inplace", "fused")
 
-# A context takes about 0.5 GiB of the device. Of a limit of 24 GiB runs took 98.2% (docs/results/frontier_h200).
+# A context takes about 0.5 GiB of the device. Of a limit of 24 GiB runs took 98.0% (docs/results/frontier_h200).
 USABLE_SHARE, USABLE_SHARE_OF_LIMIT = 0.95, 0.985
 GIB = 2**30
 # PyTorch's workspaces for cuBLAS: two, for the threads of forward and backward. 32 MiB each from Hopper on.

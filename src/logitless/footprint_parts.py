@@ -21,7 +21,7 @@ from kernels.plan import Plan
 if TYPE_CHECKING:
     from logitless.model import GPTConfig  # which imports torch
 
-DTYPES = {  # to compute in, and of the weights, which is also that of the stream between the blocks
+DTYPES = {  # to compute in, which is also that of the stream between the blocks, and of the weights
     "32-true": ("fp32", "fp32"),
     "bf16-mixed": ("bf16", "fp32"),
     "16-mixed": ("fp16", "fp32"),
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """To compute in, and of weights and stream."""
+        """To compute in, also of the stream, and of the weights."""
         return DTYPES[self.precision]
 
     @property
@@ -110,7 +110,7 @@ def block_bytes(step: Step) -> int:
     """What autograd keeps of a block, besides its parameters.
 
     Two norms. Of attention: input, queries, keys and values, result, log-sums. Of the MLP: input and what `up` gives.
-    The weights as autocast copied them, but for that of `out`, which is copied once more where the MLP is activated.
+    The weights as autocast copied them, but for that of the MLP's `out`: it is copied again where the MLP is activated.
     """
     model, (size, _) = step.model, step.sizes
     attention = size * 5 * model.width + 4 * model.n_heads
@@ -145,15 +145,13 @@ def mlp_backward_bytes(step: Step) -> int:
 
 def head_plan(step: Step) -> Plan:
     """What `fused` does at the end of the model. Raises ValueError if nothing fits into the budget."""
-    return plan.plan(_head(step), step.device, budget_mib=step.budget_mib, chunk=step.chunk)
+    return plan.plan(
+        head_of(step.model, step.n_tokens, step.precision), step.device, budget_mib=step.budget_mib, chunk=step.chunk
+    )
 
 
-def _head(step: Step) -> plan.Head:
-    return head_of(step.model, step.n_tokens, step.precision)
-
-
-def head_of(model: GPTConfig, n_tokens: int, precision: str, lacking: str = "") -> plan.Head:
-    """What a plan is made for: the head of a micro-batch in training."""
+def head_of(model: GPTConfig, n_tokens: int, precision: str, *, lacking: str = "") -> plan.Head:
+    """What a plan is made for: the head of a micro-batch in training. `lacking` is that of kernels.plan.Head."""
     dtype, weight_dtype = DTYPES[precision]
     return plan.Head(
         n_tokens,
@@ -177,7 +175,8 @@ def head_bytes(step: Step, backend: str) -> tuple[int, int]:
         chosen = head_plan(step)
         forward, on_cpu = chosen.peak_bytes, _cpu_bytes(step, chosen.chunk)
         if chosen.schedule == "vocab":  # forward makes dhidden only
-            only_hidden = replace(_head(step), grads=(True, False, False))
+            head = head_of(step.model, n, step.precision)
+            only_hidden = replace(head, grads=(True, False, False))
             forward = plan.predict(only_hidden, step.device, schedule="vocab", chunk=chosen.chunk).peak_bytes
         return hidden + forward + on_cpu, chosen.peak_bytes + on_cpu
     kept = hidden + (size * v * d if step.casts else 0)

@@ -78,7 +78,7 @@ def loss_plan(config: dict, loss: partial, device: torch.device, precision: str)
         return None
     n_tokens = config["batch_size"] * config["seq_len"]
     lacking = plan.lacking(objective.label_smoothing, objective.softcap)
-    head = head_of(GPTConfig(**config["model"]), n_tokens, precision, lacking)
+    head = head_of(GPTConfig(**config["model"]), n_tokens, precision, lacking=lacking)
     validation = replace(head, grads=(False, False, False))
     limits = {"budget_mib": budget_mib, "chunk": chunk}
     present = devices.present_device(str(device))

@@ -25,10 +25,7 @@ from logitless.losses import LossBackend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The knobs of conf/model/*.yaml, once `padded_vocab_size` is known.
-
-    `checkpoint` has a default for the checkpoints and records of runs before there was one.
-    """
+    """The knobs of conf/model/*.yaml, once `padded_vocab_size` is known."""
 
     n_layers: int
     n_heads: int
@@ -156,7 +153,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Statistics in fp32, result in x's dtype, also under autocast, whose own result would be a copy in fp32."""
+    """Statistics in fp32; weight and result in x's dtype, also under autocast, whose own result would be in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

@@ -93,7 +93,7 @@ class LanguageModel(pl.LightningModule):
         torch.manual_seed(int(np.random.SeedSequence((self.seed, micro_batch, self.global_rank)).generate_state(1)[0]))
 
     def is_logging_step(self, step: int) -> bool:
-        """Whether the curves get a point at optimizer step `step` = 1, 2, ...; only then is the device waited for."""
+        """Whether the curves get a point at optimizer step `step` = 1, 2, ..., for which values are fetched."""
         return step == 1 or step % self.log_every == 0 or step == self.trainer.max_steps
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -45,9 +45,11 @@ class StepProfile(pl.Callback):
         self.model, self.last_step = model, last_step
         self.milliseconds: dict[str, float] = {}
         self._profile: profile | None = None
+        self._first_step = 0  # of the run, after which it may profile
 
     def on_train_start(self, trainer, module) -> None:
         if trainer.global_step:  # a resumed run
+            self._first_step = trainer.global_step
             self.last_step = min(trainer.global_step + 1 + N_STEPS, trainer.max_steps)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
@@ -73,7 +75,7 @@ class StepProfile(pl.Callback):
 
     def covers(self, n_done: int) -> bool:
         """Whether the step after `n_done` steps is profiled. Not the first, which compiles, unless no other is."""
-        return max(self.last_step - N_STEPS, min(self.last_step - 1, 1)) <= n_done < self.last_step
+        return max(self.last_step - N_STEPS, min(self.last_step - 1, self._first_step + 1)) <= n_done < self.last_step
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:
@@ -105,7 +107,8 @@ def part_of(names: Sequence[str], gemm_shapes: list | None, model: GPTConfig) ->
     Args:
         names: of the kernel, its operator, and the operators that called this, from the inside.
         gemm_shapes: of the operands, if the operator is a product of matrices.
-        model: the widths, which tell which product it is, unless a head's has 2 D classes.
+        model: the widths, which tell which product it is, unless there are D or 2 D tokens in a micro-batch, or 2 D
+            classes.
     """
     text = " ".join(names).lower()
     for part, pattern in BY_NAME.items():
