@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from logitless.memory import GIB
 from logitless.profiling import N_STEPS
 from logitless.records import append_line, read_record
 
@@ -39,8 +40,8 @@ class Shape(NamedTuple):
     vocab: int
 
 
-def nanogpt(folder: str, shape: Shape) -> dict:
-    """What nanoGPT, cloned in `folder`, reaches; to be called in a process of its own."""
+def nanogpt_row(folder: str, shape: Shape) -> dict:
+    """For a process of its own: what nanoGPT, cloned in `folder`, reaches."""
     sys.path.insert(0, folder)
     import torch
     from model import GPT, GPTConfig  # nanoGPT's
@@ -68,15 +69,9 @@ def nanogpt(folder: str, shape: Shape) -> dict:
     for _ in range(STEPS):
         step()
     torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) / STEPS
-    found = {"step_s": seconds, "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30}
-    return found | {"device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__}}
-
-
-def nanogpt_row(folder: Path, shape: Shape) -> dict:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(nanogpt, (str(folder.resolve()), shape))
-    return {"method": NANOGPT, "tokens_per_s": shape.batch_size * shape.seq_len / found.pop("step_s")} | found
+    speed = STEPS * tokens.numel() / (time.perf_counter() - start)
+    row = {"method": NANOGPT, "tokens_per_s": speed, "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB}
+    return row | {"device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__}}
 
 
 def our_row(overrides: str, shape: Shape) -> dict:
@@ -108,12 +103,15 @@ def main() -> None:
         shape = Shape(*map(int, text.split("x")))
         print(f"\n{text}: sequences x tokens x vocabulary\n{'ms a step':>10} {'tokens/s':>10} {'peak GiB':>9}  method")
         for method in methods:
-            found = nanogpt_row(arguments.nanogpt, shape) if method == NANOGPT else our_row(method, shape)
-            row = {"shape": text} | found
-            ms = 1e3 * shape.batch_size * shape.seq_len / row["tokens_per_s"]
-            print(
-                f"{ms:10.1f} {row['tokens_per_s']:10,.0f} {row['peak_allocated_gib']:9.2f}  {row['method']}", flush=True
-            )
+            if method == NANOGPT:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    row = pool.apply(nanogpt_row, (str(arguments.nanogpt.resolve()), shape))
+            else:
+                row = our_row(method, shape)
+            row = {"shape": text} | row
+            speed, peak = row["tokens_per_s"], row["peak_allocated_gib"]
+            ms = 1e3 * shape.batch_size * shape.seq_len / speed
+            print(f"{ms:10.1f} {speed:10,.0f} {peak:9.2f}  {method}", flush=True)
             if arguments.out:
                 append_line(row, arguments.out)
 
