@@ -1,13 +1,12 @@
 """The README's numbers are those of the records in docs/results, and its commands and files exist."""
 
-import csv
 import json
 import re
 import statistics
 
 import pytest
 from bench_records import FILES, own_rows, plan_of
-from tiny import BACKENDS, ROOT
+from tiny import BACKENDS, ROOT, read_curve
 
 from kernels.plan import MIB
 from logitless.records import read_records
@@ -54,8 +53,7 @@ def test_the_cpu_table_is_the_record(backend):
 
 def curve(folder: str, backend: str) -> dict[int, float]:
     """The training loss by step."""
-    with open(ROOT / "docs" / "results" / folder / backend / "curves" / "metrics.csv") as stream:
-        return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(stream) if row["train/loss"]}
+    return read_curve(ROOT / "docs" / "results" / folder / backend, "train/loss")
 
 
 def test_the_curves_of_the_backends_differ_as_little_as_it_says():

@@ -145,9 +145,8 @@ def mlp_backward_bytes(step: Step) -> int:
 
 def head_plan(step: Step) -> Plan:
     """What `fused` does at the end of the model. Raises ValueError if nothing fits into the budget."""
-    return plan.plan(
-        head_of(step.model, step.n_tokens, step.precision), step.device, budget_mib=step.budget_mib, chunk=step.chunk
-    )
+    head = head_of(step.model, step.n_tokens, step.precision)
+    return plan.plan(head, step.device, budget_mib=step.budget_mib, chunk=step.chunk)
 
 
 def head_of(model: GPTConfig, n_tokens: int, precision: str, *, lacking: str = "") -> plan.Head:

@@ -45,11 +45,11 @@ class StepProfile(pl.Callback):
         self.model, self.last_step = model, last_step
         self.milliseconds: dict[str, float] = {}
         self._profile: profile | None = None
-        self._first_step = 0  # of the run, after which it may profile
+        self._n_before = 0  # steps of the run that a resumed one goes on from
 
     def on_train_start(self, trainer, module) -> None:
         if trainer.global_step:  # a resumed run
-            self._first_step = trainer.global_step
+            self._n_before = trainer.global_step
             self.last_step = min(trainer.global_step + 1 + N_STEPS, trainer.max_steps)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
@@ -75,7 +75,7 @@ class StepProfile(pl.Callback):
 
     def covers(self, n_done: int) -> bool:
         """Whether the step after `n_done` steps is profiled. Not the first, which compiles, unless no other is."""
-        return max(self.last_step - N_STEPS, min(self.last_step - 1, self._first_step + 1)) <= n_done < self.last_step
+        return max(self.last_step - N_STEPS, min(self.last_step - 1, self._n_before + 1)) <= n_done < self.last_step
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:
