@@ -1,7 +1,7 @@
 """Times training steps of this recipe beside those of nanoGPT (github.com/karpathy/nanoGPT), in turn, on one GPU.
 
     python scripts/bench_training.py --nanogpt ../nanoGPT --shapes 64x1024x50304,16x4096x50304,32x1024x131072
-    python scripts/bench_training.py --shapes 64x1024x50304 --ours "loss=fused chunk=4096" --ours loss=naive
+    python scripts/bench_training.py --shapes 64x1024x50304 --ours "loss=fused chunk=8192" --ours loss=naive
 
 A shape is sequences x tokens x vocabulary, for 12 layers of width 768. nanoGPT is timed as its bench.py does: compiled,
 bf16 autocast, fused AdamW, 10 steps to warm up and 20 that count, with the loss fetched at each. Ours is a run of
@@ -95,10 +95,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", required=True, help="sequences x tokens x vocabulary, with commas between them")
     parser.add_argument("--nanogpt", type=Path, help="folder of a clone of nanoGPT; without it ours alone is timed")
-    parser.add_argument("--ours", action="append", help="overrides of a run, once or more: loss=fused chunk=4096")
+    parser.add_argument("--ours", action="append", help="overrides of a run, once or more: loss=fused chunk=8192")
     parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
     arguments = parser.parse_args()
-    methods = [NANOGPT] * bool(arguments.nanogpt) + (arguments.ours or ["loss=fused chunk=4096"])
+    methods = [NANOGPT] * bool(arguments.nanogpt) + (arguments.ours or ["loss=fused chunk=8192"])
     for text in arguments.shapes.split(","):
         shape = Shape(*map(int, text.split("x")))
         print(f"\n{text}: sequences x tokens x vocabulary\n{'ms a step':>10} {'tokens/s':>10} {'peak GiB':>9}  method")

@@ -36,7 +36,7 @@ def test_a_run_is_finished_with_its_config_its_facts_and_its_curves(tmp_path):
 
 
 def test_the_summary_holds_the_best_losses_and_the_worst_peak(tmp_path):
-    train(tiny(tmp_path, "logger=wandb", "lr=10", "max_steps=6"), tmp_path / "run")
+    train(tiny(tmp_path, "logger=wandb", "lr=10", "warmup_steps=6", "max_steps=6"), tmp_path / "run")
     (summary,) = (run["summary"] for run in offline_runs(tmp_path / "run"))
     for name, extreme in (("val/loss", min), ("val/accuracy", max), ("memory/peak_live_tensor_gib", max)):
         values = read_curve(tmp_path / "run", name).values()

@@ -40,7 +40,8 @@ def test_a_product_belongs_to_the_part_that_has_its_matrix(model):
 @pytest.mark.parametrize(
     ("names", "part"),
     [
-        (["triton_poi_fused_gelu_0", "## Call CompiledFxGraph ##"], "MLP"),
+        (["triton_poi_fused_add_mul_pow_sigmoid_0", "## Call CompiledFxGraph ##"], "MLP"),
+        (["vectorized_elementwise_kernel", "aten::gelu"], "MLP"),
         (["triton_red_fused_add_mul_rms_norm_3", "## Call CompiledFxGraph ##"], ELEMENTWISE),
         (["cudnn_generated_fort_native_sdpa_sm90", "aten::_cudnn_attention_forward"], "attention"),
         (["flash_bwd_kernel", "aten::_scaled_dot_product_flash_attention_backward"], "attention"),

@@ -110,7 +110,7 @@ def block_bytes(step: Step) -> int:
     """What autograd keeps of a block, besides its parameters.
 
     Two norms. Of attention: input, queries, keys and values, result, log-sums. Of the MLP: input and what `up` gives.
-    The weights as autocast copied them, but for that of the MLP's `out`: it is copied again where the MLP is activated.
+    The weights as autocast copied them, but for the MLP's `down`, which is copied again where the MLP is activated.
     """
     model, (size, _) = step.model, step.sizes
     attention = size * 5 * model.width + 4 * model.n_heads
@@ -132,9 +132,9 @@ def block_forward_bytes(step: Step) -> int:
 
 
 def mlp_backward_bytes(step: Step) -> int:
-    """What the MLP's backward makes less what it frees, when it leaves `out` or, if there is one, the gate.
+    """What the MLP's backward makes less what it frees, when it leaves `down` or, if there is one, the gate.
 
-    What `out` takes, once more, with an activated gate; the gradients of the stream, of this, and of `out.weight`, with
+    What `down` takes, once more, with an activated gate; the gradients of the stream, of this, and of `down`, with
     its copy.
     """
     model, size = step.model, step.sizes[0]

