@@ -28,7 +28,7 @@ from logitless.callbacks import PeakMemory
 from logitless.checkpoints import ResumeError
 from logitless.data import Corpus, TextData
 from logitless.generation import load_checkpoint
-from logitless.model import Head
+from logitless.model import Attention, Head
 from logitless.module import DivergedError
 
 STRATEGIES = ("ddp", "fsdp", "tp_vocab")
@@ -69,14 +69,23 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
         classes.add(len(weight.to_local() if isinstance(weight, DTensor) else weight))
         return forward(head, *arguments)
 
-    Head.forward = counting
+    attend, dtypes = Attention.forward, set()
+
+    def noting(attention, *arguments):
+        if attention.training:
+            dtypes.add(str(attention.value.weight.dtype))
+        return attend(attention, *arguments)
+
+    Head.forward, Attention.forward = counting, noting
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
         with suppress(OSError, DivergedError):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
         (folder / f"classes-{run}-{rank}").write_text(" ".join(map(str, classes)))
+        (folder / f"dtypes-{run}-{rank}").write_text(" ".join(dtypes))
         classes.clear()
+        dtypes.clear()
 
 
 def no_space(descriptor: int) -> None:
@@ -105,6 +114,7 @@ class Runs:
             runs[f"{strategy}-from-{first}"] = strategy, [*ONE, "accumulate=2", "max_steps=7", resume]
         if self.world == 2:
             for strategy in STRATEGIES:
+                runs[f"mixed-{strategy}"] = strategy, [*ONE, "accumulate=2", "precision=bf16-mixed"]
                 runs[f"profiled-{strategy}"] = strategy, ["max_steps=3", "val_every=2", "profile=true"]
                 runs[f"diverged-{strategy}"] = (
                     strategy,
@@ -206,6 +216,16 @@ def test_a_cut_vocabulary_is_never_whole(world, strategy, runs_of):
     files = [runs_of(world).folder / f"classes-{name(strategy, 'fused', 2)}-{rank}" for rank in range(world)]
     cut = {2: ["160", "160"], 3: ["107", "107", "106"]}[world]
     assert [file.read_text() for file in files] == (cut if strategy == "tp_vocab" else ["320"] * world)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp_vocab"])
+def test_in_mixed_precision_ranks_exchange_weights_in_bf16_and_gradients_in_fp32(strategy, runs_of):
+    """As `ddp` computes, which copies each weight to bf16 and sums gradients in fp32."""
+    runs = runs_of(2)
+    assert {(runs.folder / f"dtypes-mixed-{strategy}-{rank}").read_text() for rank in range(2)} == {"torch.bfloat16"}
+    sharded, whole = (gradients(runs.folder / f"mixed-{each}") for each in (strategy, "ddp"))
+    for number, gradient in whole.items():
+        assert (sharded[number] - gradient).norm() <= 1e-5 * gradient.norm(), number
 
 
 def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):

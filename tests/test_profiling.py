@@ -57,6 +57,14 @@ def test_another_kernel_belongs_to_the_part_that_its_names_tell(names, part):
     assert part_of(names, None, GELU) == part
 
 
+@pytest.mark.parametrize("call", ["cudaStreamIsCapturing", "cuLaunchKernelEx", "hipLaunchKernel"])
+def test_a_kernel_that_the_profiler_lists_under_a_call_of_the_driver_too_counts_once(call):
+    kernel = SimpleNamespace(name="vectorized_elementwise_kernel", duration=5.0)
+    shared = {"cpu_parent": None, "input_shapes": [], "kernels": [kernel]}
+    events = [SimpleNamespace(name=name, **shared) for name in ("aten::gelu", call, "custom::gelu")]
+    assert profiling.microseconds(events, GELU) == {"MLP": 10.0}
+
+
 @pytest.mark.parametrize("backend", ["naive", "fused"])
 def test_the_parts_of_a_step_add_up_to_it(backend, tmp_path, monkeypatch):
     """The steps right before the first validation, whose time is not in it."""

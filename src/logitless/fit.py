@@ -37,7 +37,7 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
     record["first_step"] = 0 if job.checkpoint is None else step_of(job.checkpoint)
     if config["compile"]:
         torch.compiler.reset()  # graphs of another run of this process would count against the limit of recompilations
-        module.gpt.compile_blocks()
+        module.gpt.compile_parts()
 
     meter = memory.meter(module, device, is_compiled=config["compile"])
     profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))

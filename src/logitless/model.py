@@ -162,6 +162,13 @@ class RMSNorm(nn.RMSNorm):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class Embedding(nn.Embedding):
+    """Gives rows in autocast's dtype."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _in_autocast_dtype(super().forward(tokens))
+
+
 class Block(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -180,7 +187,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
+        self.embedding = Embedding(config.padded_vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.width)
         self.head = Head(config.width, config.padded_vocab_size, bias=config.head_bias)
@@ -228,8 +235,6 @@ class GPT(nn.Module):
         head_dim = self.config.width // self.config.n_heads
         rotary = _rotary_table(start, start + tokens.shape[1], head_dim, tokens.device)
         x = self._embed(tokens)
-        if torch.is_autocast_enabled(x.device.type):  # so that the stream between the blocks takes half the bytes
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         recomputes = self.config.checkpoint and torch.is_grad_enabled()  # never with a cache: that is for no_grad
         for layer, block in enumerate(self.blocks):
             if recomputes:
@@ -242,16 +247,16 @@ class GPT(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.config.tied and self.head.shard is not None:
-            return vocab_shard.embedding(tokens, self.embedding.weight.to_local(), self.head.shard)
+            return _in_autocast_dtype(vocab_shard.embedding(tokens, self.embedding.weight.to_local(), self.head.shard))
         return self.embedding(tokens)
 
-    def compile_blocks(self) -> None:
-        """Compiles the blocks, which share one graph for each sequence length; that of a whole model has all layers.
+    def compile_parts(self) -> None:
+        """Compiles embedding, blocks and norm: three graphs a sequence length; one of a whole model has all layers.
 
         Not their hooks (of sharding), and not the head, whose loss is one operator to a compiler.
         """
-        for block in self.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
+        for part in (self.embedding, *self.blocks, self.norm):
+            part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
 
     def n_parameters(self) -> int:
         """Parameters, a tied weight counted once."""
@@ -277,6 +282,12 @@ def fastest_attention(device: torch.device) -> AbstractContextManager:
         return nullcontext()
     order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     return sdpa_kernel(list(order), set_priority=True)
+
+
+def _in_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype, where that is on, so that the stream between the blocks takes half the bytes."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from logitless.data import Batch
@@ -73,8 +73,12 @@ class LanguageModel(pl.LightningModule):
             return
         mesh = self.device_mesh["data_parallel"]
         of_vocabulary = self.gpt.cut_vocabulary(mesh) if self.cuts_vocabulary else set()
-        for module in (*self.gpt.blocks, self.gpt):
-            fully_shard(module, mesh=mesh, ignored_params=of_vocabulary)
+        # Ranks exchange a block's weights as autocast would copy them, and its gradients in fp32.
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.trainer.precision)
+        policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+        for block in self.gpt.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.gpt, mesh=mesh, ignored_params=of_vocabulary)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         sums = self.gpt.head(self.gpt(batch.tokens), batch.labels, self.loss_backend)

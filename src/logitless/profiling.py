@@ -25,6 +25,9 @@ BY_NAME = {
     "embedding": r"embedding|index_put",
     "MLP": r"gelu|silu|swish|sigmoid",
 }
+# A call of the driver. Where no operator made it, its number is the driver's, which may also be an operator's, and the
+# profiler then lists that one's kernels here once more.
+DRIVER = re.compile(r"(cu|cuda|hip)[A-Z]")
 ELEMENTWISE = "norms, rotary, residuals, casts"
 
 
@@ -89,6 +92,8 @@ def microseconds(events: Sequence[FunctionEvent], model: GPTConfig) -> dict[str,
     uses_gpu = any(event.kernels for event in events)
     spent: dict[str, float] = {}
     for event in events:
+        if DRIVER.match(event.name):
+            continue
         stack = [event]
         while stack[-1].cpu_parent is not None:
             stack.append(stack[-1].cpu_parent)

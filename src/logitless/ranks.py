@@ -76,7 +76,8 @@ def trainer_options(trainer: dict, device: torch.device) -> dict:
 
 def _strategy(name: str, world: int, timeout: timedelta) -> Strategy:
     if name == "ddp":
-        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)  # no second copy of the gradients
+        # No second copy of the gradients; few large sums, since each takes multiprocessors from a product of matrices.
+        return DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=128, timeout=timeout)
     sizes = {"data_parallel_size": world, "tensor_parallel_size": 1}
     return ModelParallelStrategy(**sizes, save_distributed_checkpoint=False, timeout=timeout)
 
