@@ -25,8 +25,7 @@ BY_NAME = {
     "embedding": r"embedding|index_put",
     "MLP": r"gelu|silu|swish|sigmoid",
 }
-# A call of the driver. Where no operator made it, its number is the driver's, which may also be an operator's, and the
-# profiler then lists that one's kernels here once more.
+# A call of the driver. Its number, where no operator made it, may also be that of an operator.
 DRIVER = re.compile(r"(cu|cuda|hip)[A-Z]")
 ELEMENTWISE = "norms, rotary, residuals, casts"
 
@@ -91,9 +90,13 @@ def microseconds(events: Sequence[FunctionEvent], model: GPTConfig) -> dict[str,
     """Microseconds of each part, the largest first: of the kernels that operators launched, or of these on a CPU."""
     uses_gpu = any(event.kernels for event in events)
     spent: dict[str, float] = {}
+    counted: set[int] = set()
     for event in events:
-        if DRIVER.match(event.name):
+        # The profiler lists an operator's kernels under each event that has its number: also under what held it up.
+        if DRIVER.match(event.name) or event.id in counted:
             continue
+        if event.kernels:
+            counted.add(event.id)
         stack = [event]
         while stack[-1].cpu_parent is not None:
             stack.append(stack[-1].cpu_parent)
