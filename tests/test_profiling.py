@@ -60,15 +60,11 @@ def test_another_kernel_belongs_to_the_part_that_its_names_tell(names, part):
 def test_a_kernel_that_the_profiler_lists_under_other_events_counts_once():
     """Those of a driver's call with an operator's number, and of what held up the operator."""
     kernel = SimpleNamespace(name="vectorized_elementwise_kernel", duration=5.0)
-    names = {
-        "cudaStreamIsCapturing": 1,
-        "cuLaunchKernelEx": 2,
-        "aten::gelu": 1,
-        "Command Buffer Full": 1,
-        "my::gelu": 2,
-    }
-    shared = {"cpu_parent": None, "input_shapes": [], "kernels": [kernel]}
-    events = [SimpleNamespace(name=name, id=number, **shared) for name, number in names.items()]
+    listed = [("cudaStreamIsCapturing", 1), ("cuLaunchKernelEx", 2), ("aten::gelu", 1), ("Command Buffer Full", 1)]
+    shared = {"cpu_parent": None, "input_shapes": []}
+    events = [SimpleNamespace(name=kernel.name, id=2, kernels=[], **shared)]  # of the device, with its own number
+    for name, number in [*listed, ("my::gelu", 2)]:
+        events.append(SimpleNamespace(name=name, id=number, kernels=[kernel], **shared))
     assert profiling.microseconds(events, GELU) == {"MLP": 10.0}
 
 
