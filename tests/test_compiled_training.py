@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import BACKENDS, read_curve, read_record, tiny, train
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 from logitless.model import GPT, GPTConfig
 from logitless.model import _rotary_table as rotary_table
@@ -58,6 +59,26 @@ def test_the_tenth_length_in_a_process_is_compiled_like_the_first(eager_graphs, 
         train(tiny(tmp_path, *OPTIONS, f"seq_len={length}", "max_steps=1"), tmp_path / str(length))
         n_graphs.append(graphs() - before)
     assert n_graphs == [6] * 10
+
+
+def test_ddp_cuts_no_graph(monkeypatch):
+    """As it would where a block has more than a MiB of parameters."""
+    torch.compiler.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    gpt = GPT(GPTConfig(2, 2, 256, 64, "gelu", tied=True, head_bias=False, dropout=0.0))
+    gpt.compile_parts()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        DistributedDataParallel(gpt)(torch.zeros(1, 4, dtype=torch.int64))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(compiled) == 3, "embedding, block and norm"
 
 
 @pytest.mark.parametrize(("mlp", "widths"), [("gelu", 12), ("swiglu", 8 + 16 / 3)])

@@ -15,11 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import tiny
 import torch
 import torch.multiprocessing
+from test_training_gpu import NoWaiting
 from tiny import BACKENDS, ROOT
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +59,25 @@ def options(world: int, backend: str, accumulate: int, ignored: int) -> list[str
     return [*shared, f"loss={backend}", f"accumulate={accumulate}"]
 
 
+class Exchanges(pl.Callback):
+    """Counts what ranks told each other by the beginning of each step, besides gradients and sharded weights."""
+
+    def __init__(self):
+        self.n_calls, self.by_step = 0, []
+        for function in ("all_reduce", "barrier", "broadcast"):
+            setattr(torch.distributed, function, self._counted(getattr(torch.distributed, function)))
+
+    def _counted(self, function):
+        def call(*arguments, **options):
+            self.n_calls += 1
+            return function(*arguments, **options)
+
+        return call
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        self.by_step.append(self.n_calls)
+
+
 def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, list[str]]]) -> None:
     """Is one rank of all the runs."""
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
@@ -77,15 +98,23 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
         return attend(attention, *arguments)
 
     Head.forward, Attention.forward = counting, noting
+    exchanges, trainer_of = Exchanges(), fit._trainer
+    observers = []
+    fit._trainer = lambda job, loggers, run_dir, them, files: trainer_of(
+        job, loggers, run_dir, [*them, *observers], files
+    )
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
-        with suppress(OSError, DivergedError):
+        is_watched = run.startswith("quiet") and "trainer.accelerator=gpu" in overrides
+        observers[:] = [exchanges, NoWaiting()] if is_watched else [exchanges]
+        with suppress(OSError, DivergedError, RuntimeError):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
         (folder / f"classes-{run}-{rank}").write_text(" ".join(map(str, classes)))
         (folder / f"dtypes-{run}-{rank}").write_text(" ".join(dtypes))
-        classes.clear()
-        dtypes.clear()
+        (folder / f"exchanges-{run}-{rank}").write_text(" ".join(map(str, exchanges.by_step)))
+        for seen in (classes, dtypes, exchanges.by_step):
+            seen.clear()
 
 
 def no_space(descriptor: int) -> None:
@@ -105,6 +134,9 @@ class Runs:
 
     def runs(self) -> list[tuple[str, list[str]]]:
         runs = {name(*each): (each[0], options(w, *each[1:], self.ignored)) for w, *each in EACH if w == self.world}
+        if self.world == 2:
+            quiet = ["max_steps=8", "log_every=4", "val_every=8", "checkpoint_every=null", "accumulate=2"]
+            runs |= {f"quiet-{strategy}": (strategy, quiet) for strategy in STRATEGIES}
         if self.accelerator == "gpu":
             return self._on_ranks(runs)
         for strategy in STRATEGIES:
@@ -226,6 +258,22 @@ def test_in_mixed_precision_ranks_exchange_weights_in_bf16_and_gradients_in_fp32
     sharded, whole = (gradients(runs.folder / f"mixed-{each}") for each in (strategy, "ddp"))
     for number, gradient in whole.items():
         assert (sharded[number] - gradient).norm() <= 1e-5 * gradient.norm(), number
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_between_points_ranks_exchange_gradients_and_weights_only(strategy, runs_of):
+    """Points are at steps 1, 4 and 8; a step is two micro-batches."""
+    for rank in range(2):
+        n_calls = (runs_of(2).folder / f"exchanges-quiet-{strategy}-{rank}").read_text().split()
+        assert len(n_calls) == 16
+        speaking = [batch for batch, (before, after) in enumerate(itertools.pairwise(n_calls)) if before != after]
+        assert {batch // 2 + 1 for batch in speaking} == {1, 4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_between_points_no_rank_waits_for_its_gpu(strategy, runs_of_2_gpus):
+    assert tiny.read_record(runs_of_2_gpus.folder / f"quiet-{strategy}")["status"] == "ok"
 
 
 def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):

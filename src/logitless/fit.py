@@ -135,7 +135,7 @@ def _whole(trainer: pl.Trainer, module: LanguageModel) -> GPT:
 
 def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list, files: WholeFiles) -> pl.Trainer:
     config = job.config
-    return pl.Trainer(
+    trainer = pl.Trainer(
         **ranks.trainer_options(config["trainer"], job.device),
         precision=job.precision,
         max_steps=config["max_steps"],
@@ -152,6 +152,9 @@ def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list, 
         use_distributed_sampler=False,
         default_root_dir=run_dir,
     )
+    # `Checkpoints` hears of signals; with this, all ranks ask the first for one at each batch, and wait for the device.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    return trainer
 
 
 def sample(gpt: GPT, corpus: Corpus, config: dict) -> str:

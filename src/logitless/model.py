@@ -255,6 +255,7 @@ class GPT(nn.Module):
 
         Not their hooks (of sharding), and not the head, whose loss is one operator to a compiler.
         """
+        torch._dynamo.config.optimize_ddp = False  # which would cut the graph of a block in two
         for part in (self.embedding, *self.blocks, self.norm):
             part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
 
