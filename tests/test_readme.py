@@ -89,29 +89,31 @@ def test_the_tables_of_training_are_the_rows():
         ratios.append(speed)
         line = f"| {names[-1]} | {theirs['tokens_per_s']:,.0f} | {ours['tokens_per_s']:,.0f} | {speed:.2f} "
         assert f"{line}| {ours['mfu']:.1%} | {gib[0]:.2f} GiB | {gib[1]:.2f} GiB | {peak:.2f} |" in section
-    assert all(0.98 < ratio / target < 1 for ratio, target in zip(ratios, (1.10, 1.08, 1.18), strict=True))
+    assert all(ratio >= target for ratio, target in zip(ratios, (1.10, 1.08, 1.18), strict=True))
     results = (ROOT / "docs" / "results" / "README.md").read_text()
-    missed = r"^\| \d+ x \d+ tokens, .* \| ([\d.]+), within [\d.]+ \| speed missed \|$"
-    found = re.findall(missed, results, flags=re.M)
-    assert [f"{ratio:.{len(text) - 2}f}" for ratio, text in zip(ratios, found, strict=True)] == found
+    found = re.findall(r"^\| \d+ x \d+ tokens, .* \| ([\d.]+), within [\d.]+ \| met \|$", results, flags=re.M)
+    assert [f"{ratio:.2f}" for ratio in ratios] == found
     assert f"| ms of a step | {' | '.join(names)} |" in section
     parts = training_rows()[0][1]["step_ms"]
     for part in parts:
         milliseconds = [f"{ours['step_ms'][part]:.1f}" for _, ours in training_rows()]
         assert f"| {part} | {' | '.join(milliseconds)} |" in section
-    seconds = {round(ours["start_up_s"]) for _, ours in training_rows()}
-    assert seconds == {19}
-    assert "The first step was done after 19 s" in section
+    seconds = [ours["start_up_s"] for _, ours in training_rows()]
+    assert f"The first step was done after {min(seconds):.0f} to {max(seconds):.0f} s" in section.replace("\n", " ")
 
 
 def test_two_gpus_are_as_fast_as_it_says():
-    one, two = (read_records([ROOT / "docs" / "results" / "medium_scaling_h200" / name])[0] for name in ("gpu", "ddp"))
+    folder = ROOT / "docs" / "results" / "medium_scaling_h200"
+    one, two, sharded = (read_records([folder / name])[0] for name in ("gpu", "ddp", "fsdp"))
     assert (one["world_size"], two["world_size"]) == (1, 2)
     words = f"{two['tokens_per_s'] / one['tokens_per_s']:.2f} times as fast as one"
     words += f": {two['tokens_per_s']:,.0f} tokens/s against {one['tokens_per_s']:,.0f}"
     step_ms = 1e3 * 2 * two["seq_len"] * two["batch_size"] / two["tokens_per_s"]
     head = f"{two['step_ms']['head, loss']:.1f} of {step_ms:.0f} ms"
-    words += f". The head, {two['head_share']:.0%} of the parameters, took {head}"
+    words += f". The head, {two['head_share']:.0%} of the parameters, took {head}. `trainer=fsdp` was"
+    words += (
+        f" {sharded['tokens_per_s'] / one['tokens_per_s']:.2f} times as fast ({sharded['tokens_per_s']:,.0f} tokens/s)"
+    )
     assert words in README.replace("\n", " ")
 
 
