@@ -6,6 +6,7 @@ On the CPU, over gloo, and on two GPUs, over NCCL. The runs that succeed share p
 import errno
 import functools
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -59,23 +60,44 @@ def options(world: int, backend: str, accumulate: int, ignored: int) -> list[str
     return [*shared, f"loss={backend}", f"accumulate={accumulate}"]
 
 
-class Exchanges(pl.Callback):
-    """Counts what ranks told each other by the beginning of each step, besides gradients and sharded weights."""
+class Observer(pl.Callback):
+    """Notes what a rank has of the model, and how often it calls others, but for gradients and sharded weights."""
 
     def __init__(self):
-        self.n_calls, self.by_step = 0, []
-        for function in ("all_reduce", "barrier", "broadcast"):
-            setattr(torch.distributed, function, self._counted(getattr(torch.distributed, function)))
+        self.n_calls = 0
+        self.seen = {"classes": [], "dtypes": [], "calls": []}
+        for module, method in ((Head, self._note_classes), (Attention, self._note_dtype)):
+            module.forward = self._first(method, module.forward)
+        for name in ("all_reduce", "barrier", "broadcast"):
+            setattr(torch.distributed, name, self._first(self._count, getattr(torch.distributed, name)))
 
-    def _counted(self, function):
+    @staticmethod
+    def _first(note, function):
         def call(*arguments, **options):
-            self.n_calls += 1
+            note(*arguments)
             return function(*arguments, **options)
 
         return call
 
+    def _note_classes(self, head: Head, *_) -> None:
+        weight = head.weight
+        self.seen["classes"].append(len(weight.to_local() if isinstance(weight, DTensor) else weight))
+
+    def _note_dtype(self, attention: Attention, *_) -> None:
+        if attention.training:
+            self.seen["dtypes"].append(str(attention.value.weight.dtype))
+
+    def _count(self, *_) -> None:
+        self.n_calls += 1
+
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        self.by_step.append(self.n_calls)
+        self.seen["calls"].append(self.n_calls)
+
+    def write(self, file: Path) -> None:
+        """What was seen since it last wrote."""
+        file.write_text(json.dumps(self.seen))
+        for values in self.seen.values():
+            values.clear()
 
 
 def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[str, list[str]]]) -> None:
@@ -83,38 +105,17 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     PeakMemory.summary = lambda self: {"peak_live_tensor_gib": float(rank)}
-    forward, classes = Head.forward, set()
-
-    def counting(head, *arguments):
-        weight = head.weight
-        classes.add(len(weight.to_local() if isinstance(weight, DTensor) else weight))
-        return forward(head, *arguments)
-
-    attend, dtypes = Attention.forward, set()
-
-    def noting(attention, *arguments):
-        if attention.training:
-            dtypes.add(str(attention.value.weight.dtype))
-        return attend(attention, *arguments)
-
-    Head.forward, Attention.forward = counting, noting
-    exchanges, trainer_of = Exchanges(), fit._trainer
-    observers = []
-    fit._trainer = lambda job, loggers, run_dir, them, files: trainer_of(
-        job, loggers, run_dir, [*them, *observers], files
+    observer, more, trainer_of = Observer(), [], fit._trainer
+    fit._trainer = lambda job, loggers, run_dir, callbacks, files: trainer_of(
+        job, loggers, run_dir, [*callbacks, observer, *more], files
     )
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
-        is_watched = run.startswith("quiet") and "trainer.accelerator=gpu" in overrides
-        observers[:] = [exchanges, NoWaiting()] if is_watched else [exchanges]
+        more[:] = [NoWaiting()] if run.startswith("quiet") and "trainer.accelerator=gpu" in overrides else []
         with suppress(OSError, DivergedError, RuntimeError):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
-        (folder / f"classes-{run}-{rank}").write_text(" ".join(map(str, classes)))
-        (folder / f"dtypes-{run}-{rank}").write_text(" ".join(dtypes))
-        (folder / f"exchanges-{run}-{rank}").write_text(" ".join(map(str, exchanges.by_step)))
-        for seen in (classes, dtypes, exchanges.by_step):
-            seen.clear()
+        observer.write(folder / f"seen-{run}-{rank}.json")
 
 
 def no_space(descriptor: int) -> None:
@@ -158,6 +159,10 @@ class Runs:
     def _on_ranks(self, runs: dict[str, tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
         where = [f"trainer.accelerator={self.accelerator}", f"trainer.devices={self.world}"]
         return [(run, [*overrides, f"trainer={strategy}", *where]) for run, (strategy, overrides) in runs.items()]
+
+    def seen(self, run: str, rank: int) -> dict[str, list]:
+        """What `Observer` saw."""
+        return json.loads((self.folder / f"seen-{run}-{rank}.json").read_text())
 
     @functools.cache  # noqa: B019
     def alone(self, backend: str, accumulate: int) -> Path:
@@ -245,16 +250,18 @@ def test_rank_0_alone_writes_and_the_record_is_of_all_ranks(world, strategy, run
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_cut_vocabulary_is_never_whole(world, strategy, runs_of):
     """All heads that a rank had weights of, in training and validation."""
-    files = [runs_of(world).folder / f"classes-{name(strategy, 'fused', 2)}-{rank}" for rank in range(world)]
-    cut = {2: ["160", "160"], 3: ["107", "107", "106"]}[world]
-    assert [file.read_text() for file in files] == (cut if strategy == "tp_vocab" else ["320"] * world)
+    run, cut = name(strategy, "fused", 2), {2: [160, 160], 3: [107, 107, 106]}[world]
+    for rank in range(world):
+        assert {*runs_of(world).seen(run, rank)["classes"]} == {cut[rank] if strategy == "tp_vocab" else 320}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp_vocab"])
 def test_in_mixed_precision_ranks_exchange_weights_in_bf16_and_gradients_in_fp32(strategy, runs_of):
     """As `ddp` computes, which copies each weight to bf16 and sums gradients in fp32."""
     runs = runs_of(2)
-    assert {(runs.folder / f"dtypes-mixed-{strategy}-{rank}").read_text() for rank in range(2)} == {"torch.bfloat16"}
+    assert {dtype for rank in range(2) for dtype in runs.seen(f"mixed-{strategy}", rank)["dtypes"]} == {
+        "torch.bfloat16"
+    }
     sharded, whole = (gradients(runs.folder / f"mixed-{each}") for each in (strategy, "ddp"))
     for number, gradient in whole.items():
         assert (sharded[number] - gradient).norm() <= 1e-5 * gradient.norm(), number
@@ -264,7 +271,7 @@ def test_in_mixed_precision_ranks_exchange_weights_in_bf16_and_gradients_in_fp32
 def test_between_points_ranks_exchange_gradients_and_weights_only(strategy, runs_of):
     """Points are at steps 1, 4 and 8; a step is two micro-batches."""
     for rank in range(2):
-        n_calls = (runs_of(2).folder / f"exchanges-quiet-{strategy}-{rank}").read_text().split()
+        n_calls = runs_of(2).seen(f"quiet-{strategy}", rank)["calls"]
         assert len(n_calls) == 16
         speaking = [batch for batch, (before, after) in enumerate(itertools.pairwise(n_calls)) if before != after]
         assert {batch // 2 + 1 for batch in speaking} == {1, 4}
