@@ -7,7 +7,7 @@ A shape is sequences x tokens x vocabulary, for 12 layers of width 768. nanoGPT 
 bf16 autocast, fused AdamW, 10 steps to warm up and 20 that count, with the loss fetched at each. Ours is a run of
 scripts/train.py with model=small, compile=true and the overrides given: clipped gradients, its own loader, Lightning,
 the loss fetched every 10 steps; as many steps count, and 5 more are profiled. Each has a process of its own. Prints a
-row for each, and appends it to --out. The overrides are not max_steps, val_every, log_every or profile.
+row for each, and appends it to --out. The overrides must not set max_steps, val_every, log_every or profile.
 """
 
 import _path  # isort: skip  # noqa: F401

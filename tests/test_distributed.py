@@ -22,8 +22,7 @@ import pytest
 import tiny
 import torch
 import torch.multiprocessing
-from test_training_gpu import NoWaiting
-from tiny import BACKENDS, ROOT
+from tiny import BACKENDS, ROOT, NoWaiting, with_callbacks
 from torch.distributed.tensor import DTensor
 
 from logitless import fit, processes, ranks
@@ -61,7 +60,10 @@ def options(world: int, backend: str, accumulate: int, ignored: int) -> list[str
 
 
 class Observer(pl.Callback):
-    """Notes what a rank has of the model, and how often it calls others, but for gradients and sharded weights."""
+    """Notes what a rank has of the model, and how often it calls others itself.
+
+    Not the sums of DDP and FSDP, nor what the norm of sharded gradients and a cut vocabulary take.
+    """
 
     def __init__(self):
         self.n_calls = 0
@@ -74,7 +76,8 @@ class Observer(pl.Callback):
     @staticmethod
     def _first(note, function):
         def call(*arguments, **options):
-            note(*arguments)
+            if not torch.compiler.is_compiling():
+                note(*arguments)
             return function(*arguments, **options)
 
         return call
@@ -93,9 +96,9 @@ class Observer(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
         self.seen["calls"].append(self.n_calls)
 
-    def write(self, file: Path) -> None:
-        """What was seen since it last wrote."""
-        file.write_text(json.dumps(self.seen))
+    def write(self, file: Path, n_not_waited: int) -> None:
+        """What was seen since it last wrote, and in how many batches nothing waited for the GPU."""
+        file.write_text(json.dumps(self.seen | {"n_not_waited": n_not_waited}))
         for values in self.seen.values():
             values.clear()
 
@@ -105,17 +108,17 @@ def start_rank(rank: int, world: int, port: int, folder: Path, runs: list[tuple[
     os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     PeakMemory.summary = lambda self: {"peak_live_tensor_gib": float(rank)}
-    observer, more, trainer_of = Observer(), [], fit._trainer
-    fit._trainer = lambda job, loggers, run_dir, callbacks, files: trainer_of(
-        job, loggers, run_dir, [*callbacks, observer, *more], files
-    )
+    observer, trainer_of, compiler = Observer(), fit._trainer, torch.compile
     for run, overrides in runs:
         if run == "full-disk" and rank == 0:
             os.fsync = no_space
-        more[:] = [NoWaiting()] if run.startswith("quiet") and "trainer.accelerator=gpu" in overrides else []
-        with suppress(OSError, DivergedError, RuntimeError):
+        torch.compile = functools.partial(compiler, backend="eager")  # generating code takes seconds
+        watched = [NoWaiting()] if run.startswith("quiet") and "trainer.accelerator=gpu" in overrides else []
+        fit._trainer = with_callbacks(trainer_of, observer, *watched)
+        waiting = [RuntimeError] if watched else []
+        with suppress(OSError, DivergedError, *waiting):
             tiny.train(tiny.tiny(folder, *overrides), folder / run)
-        observer.write(folder / f"seen-{run}-{rank}.json")
+        observer.write(folder / f"seen-{run}-{rank}.json", sum(each.n_batches for each in watched))
 
 
 def no_space(descriptor: int) -> None:
@@ -148,6 +151,7 @@ class Runs:
         if self.world == 2:
             for strategy in STRATEGIES:
                 runs[f"mixed-{strategy}"] = strategy, [*ONE, "accumulate=2", "precision=bf16-mixed"]
+                runs[f"compiled-{strategy}"] = strategy, [*options(2, "fused", 2, self.ignored), "compile=true"]
                 runs[f"profiled-{strategy}"] = strategy, ["max_steps=3", "val_every=2", "profile=true"]
                 runs[f"diverged-{strategy}"] = (
                     strategy,
@@ -255,6 +259,14 @@ def test_a_cut_vocabulary_is_never_whole(world, strategy, runs_of):
         assert {*runs_of(world).seen(run, rank)["classes"]} == {cut[rank] if strategy == "tp_vocab" else 320}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_parts_train_as_eager_ones(strategy, runs_of):
+    runs = runs_of(2)
+    for curve in ("train/loss", "grad_norm", "val/loss"):
+        expected = tiny.read_curve(runs.folder / name(strategy, "fused", 2), curve)
+        assert tiny.read_curve(runs.folder / f"compiled-{strategy}", curve) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "tp_vocab"])
 def test_in_mixed_precision_ranks_exchange_weights_in_bf16_and_gradients_in_fp32(strategy, runs_of):
     """As `ddp` computes, which copies each weight to bf16 and sums gradients in fp32."""
@@ -268,8 +280,8 @@ def test_in_mixed_precision_ranks_exchange_weights_in_bf16_and_gradients_in_fp32
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_between_points_ranks_exchange_gradients_and_weights_only(strategy, runs_of):
-    """Points are at steps 1, 4 and 8; a step is two micro-batches."""
+def test_between_points_ranks_do_not_call_each_other(strategy, runs_of):
+    """Points are at steps 1, 4 and 8; a step is two micro-batches. No batch follows step 8: its calls are not seen."""
     for rank in range(2):
         n_calls = runs_of(2).seen(f"quiet-{strategy}", rank)["calls"]
         assert len(n_calls) == 16
@@ -280,7 +292,9 @@ def test_between_points_ranks_exchange_gradients_and_weights_only(strategy, runs
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_between_points_no_rank_waits_for_its_gpu(strategy, runs_of_2_gpus):
+    """In all batches but those of steps 1, 4 and 8."""
     assert tiny.read_record(runs_of_2_gpus.folder / f"quiet-{strategy}")["status"] == "ok"
+    assert [runs_of_2_gpus.seen(f"quiet-{strategy}", rank)["n_not_waited"] for rank in range(2)] == [10, 10]
 
 
 def test_a_disk_that_takes_no_checkpoint_leaves_the_ranks_in_step(runs_of):

@@ -70,13 +70,16 @@ def test_a_kernel_that_the_profiler_lists_under_other_events_counts_once():
 
 @pytest.mark.parametrize("backend", ["naive", "fused"])
 def test_the_parts_of_a_step_add_up_to_it(backend, tmp_path, monkeypatch):
-    """The steps right before the first validation, whose time is not in it."""
-    seconds = []
-    now = profiling.StepProfile._now
+    """The steps right before the first validation, whose time is not in it. Without `idle` to the operators' time."""
+    seconds, operators = [], []
+    now, microseconds = profiling.StepProfile._now, profiling.microseconds
     monkeypatch.setattr(profiling.StepProfile, "_now", lambda _, module: seconds.append(now(module)) or seconds[-1])
+    monkeypatch.setattr(profiling, "microseconds", lambda *given: operators.extend(given[0]) or microseconds(*given))
     options = (f"loss={backend}", "profile=true", "max_steps=9", "val_every=7", "chunk=8", "accumulate=2")
     spent = train(tiny(tmp_path, *options), tmp_path / "run")["step_ms"]
     assert sum(spent.values()) == pytest.approx(1e3 * (seconds[1] - seconds[0]) / profiling.N_STEPS)
+    own = sum(operator.self_cpu_time_total for operator in operators)
+    assert sum(spent.values()) - spent["idle"] == pytest.approx(own / 1e3 / profiling.N_STEPS)
     assert spent.keys() == {*profiling.BY_NAME, "attention's projections", ELEMENTWISE, "idle"} - {"communication"}
     assert all(value > 0 for value in spent.values())
 

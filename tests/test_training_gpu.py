@@ -2,10 +2,9 @@
 
 import gc
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from tiny import read_curve, tiny, train
+from tiny import NoWaiting, read_curve, tiny, train, with_callbacks
 
 from logitless import callbacks, fit
 from logitless.model import fastest_attention
@@ -34,35 +33,16 @@ def test_a_compiled_run_is_the_eager_one_in_no_more_memory(checkpoint, backend, 
     assert records[True]["peak_allocated_gib"] <= 1.02 * records[False]["peak_allocated_gib"]
 
 
-class NoWaiting(pl.Callback):
-    """Any wait for the device is an error from the beginning of a step without a point to that of the next step."""
-
-    def __init__(self):
-        self.n_steps = 0
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        has_point = trainer.global_step == 0 or module.is_logging_step(trainer.global_step + 1)
-        torch.cuda.set_sync_debug_mode("default" if has_point else "error")
-        self.n_steps += not has_point
-
-    def on_exception(self, trainer, module, exception) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", ["naive", "inplace", "fused"])
 def test_no_step_waits_for_the_device_but_one_with_a_point(backend, is_compiled, tmp_path, monkeypatch):
-    no_waiting, trainer_of = NoWaiting(), fit._trainer
-    monkeypatch.setattr(
-        fit,
-        "_trainer",
-        lambda job, loggers, folder, them, files: trainer_of(job, loggers, folder, [*them, no_waiting], files),
-    )
+    no_waiting = NoWaiting()
+    monkeypatch.setattr(fit, "_trainer", with_callbacks(fit._trainer, no_waiting))
     options = (*WIDE, f"loss={backend}", f"compile={is_compiled}", "max_steps=12", "log_every=6", "val_every=6")
     options += ("checkpoint_every=null",)
     record = train(tiny(tmp_path, *options), tmp_path / "run")
     assert record["status"] == "ok"
-    assert no_waiting.n_steps == 9  # neither the first, nor steps 6 and 12
+    assert no_waiting.n_batches == 9  # neither the first, nor steps 6 and 12
 
 
 def test_batches_wait_in_pinned_memory(tmp_path, monkeypatch):

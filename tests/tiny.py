@@ -3,9 +3,11 @@
 import csv
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
 
@@ -53,6 +55,26 @@ def tiny(tmp_path: Path, *more: str) -> DictConfig:
 
 def train(config: DictConfig, run_dir: Path) -> dict:
     return run.train(job.prepare(config), run_dir)
+
+
+def with_callbacks(trainer_of: Callable, *callbacks: pl.Callback) -> Callable:
+    """`fit._trainer`, whose trainer has `callbacks` too."""
+    return lambda job, loggers, run_dir, own, files: trainer_of(job, loggers, run_dir, [*own, *callbacks], files)
+
+
+class NoWaiting(pl.Callback):
+    """Any wait for the GPU is an error from the beginning of a step without a point to that of the next step."""
+
+    def __init__(self):
+        self.n_batches = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        has_point = module.is_logging_step(trainer.global_step + 1)
+        torch.cuda.set_sync_debug_mode("default" if has_point else "error")
+        self.n_batches += not has_point
+
+    def on_exception(self, trainer, module, exception) -> None:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def read_record(run_dir: Path) -> dict:

@@ -152,7 +152,8 @@ def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list, 
         use_distributed_sampler=False,
         default_root_dir=run_dir,
     )
-    # `Checkpoints` hears of signals; with this, all ranks ask the first for one at each batch, and wait for the device.
+    # Lightning would ask the first rank for a SIGTERM at each batch, and wait for the device. `Checkpoints` hears of
+    # signals, and ranks agree on them at points.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     return trainer
 

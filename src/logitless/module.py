@@ -66,16 +66,17 @@ class LanguageModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Cuts the parameters over the ranks of the strategy's mesh, where it has one; Lightning calls it repeatedly.
 
-        The embedding and the head, which may share a weight, stay in the root's group, whole from forward to backward,
-        unless the vocabulary is cut.
+        Embedding and head, which may share a weight, are in the root's group with the last norm, whole from forward to
+        backward, unless the vocabulary is cut.
         """
         if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
         of_vocabulary = self.gpt.cut_vocabulary(mesh) if self.cuts_vocabulary else set()
-        # Ranks exchange a block's weights as autocast would copy them, and its gradients in fp32.
+        # In mixed precision ranks exchange a block's weights as autocast would copy them, its gradients in fp32.
         dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.trainer.precision)
-        policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+        dtypes = {"param_dtype": dtype, "reduce_dtype": dtype and torch.float32}
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         for block in self.gpt.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.gpt, mesh=mesh, ignored_params=of_vocabulary)

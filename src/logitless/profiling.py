@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from logitless.footprint_parts import inner_width
+from logitless.footprint_parts import inner_width, up_width
 from logitless.memory import silent_stderr
 from logitless.model import GPTConfig
 
@@ -33,10 +33,11 @@ ELEMENTWISE = "norms, rotary, residuals, casts"
 class StepProfile(pl.Callback):
     """Profiles the `N_STEPS` optimizer steps before the first validation, or before the end of a shorter run.
 
-    Not step 1; of a resumed run those after its first.
+    Not step 1, unless there is no other; of a resumed run those after its first.
 
-    `milliseconds` then holds the mean of a step for each part: of kernels on a GPU, with `idle` for the time that none
-    ran; of operators on a CPU, where `idle` is what Python took. Profiled steps are slower.
+    `milliseconds` then holds the mean of a step for each part: of kernels on a GPU, of operators on a CPU. `idle` is
+    what their sum leaves of the step: too little where kernels run at once, as communication does; on a CPU what Python
+    took. Profiled steps are slower.
 
     Args:
         model: its shape tells one product from another.
@@ -63,7 +64,7 @@ class StepProfile(pl.Callback):
             self._start, self._first = self._now(module), trainer.global_step
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        if self._profile is None or self.milliseconds or trainer.global_step < self.last_step:
+        if self._profile is None or trainer.global_step < self.last_step:
             return
         seconds = self._now(module) - self._start
         with silent_stderr():
@@ -71,7 +72,7 @@ class StepProfile(pl.Callback):
         n_steps = trainer.global_step - self._first
         spent = microseconds(self._profile.events(), self.model)
         self.milliseconds = {part: value / 1e3 / n_steps for part, value in spent.items()}
-        self._profile = profile()  # the other one, in a cycle, holds on to parameters, which FSDP may swap
+        self._profile = None  # in a cycle, it holds on to parameters, which FSDP may swap
         gc.collect()
         self.milliseconds["idle"] = max(1e3 * seconds / n_steps - sum(self.milliseconds.values()), 0.0)
 
@@ -115,8 +116,8 @@ def part_of(names: Sequence[str], gemm_shapes: list | None, model: GPTConfig) ->
     Args:
         names: of the kernel, its operator, and the operators that called this, from the inside.
         gemm_shapes: of the operands, if the operator is a product of matrices.
-        model: the widths, which tell which product it is, unless there are D or 2 D tokens in a micro-batch, or 2 D
-            classes.
+        model: the widths, which tell which product it is, unless there are D or 2 D tokens in a micro-batch, 2 D
+            classes, or as many of either as the MLP is wide.
     """
     text = " ".join(names).lower()
     for part, pattern in BY_NAME.items():
@@ -128,5 +129,4 @@ def part_of(names: Sequence[str], gemm_shapes: list | None, model: GPTConfig) ->
     sizes = [*left, right[1]]  # of the matrix, and the number of tokens, in any order
     if 2 * model.width in sizes or sizes.count(model.width) == 2:
         return "attention's projections"
-    inner = inner_width(model)
-    return "MLP" if {inner, 2 * inner} & {*sizes} else "head, loss"  # of V classes, or of a rank's
+    return "MLP" if {inner_width(model), up_width(model)} & {*sizes} else "head, loss"  # of V classes, or of a rank's
