@@ -31,8 +31,6 @@ def main(config: DictConfig) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":  # before anything else, which takes seconds
         processes.die_with_parent()
     # Here, so that a sweep's own process, whose jobs are others, starts without torch and Lightning.
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
     from logitless import ranks
     from logitless.checkpoints import ResumeError, Stopped
     from logitless.job import prepare
@@ -61,8 +59,6 @@ def main(config: DictConfig) -> None:
         reason = f" ({error})" if isinstance(error, Stopped) else ""
         if rank == 0:
             print(f"stopped{reason}; what there is of the run lies in {run_dir}", file=sys.stderr)
-        if isinstance(error, SIGTERMException):  # Lightning was quicker than our handler
-            sys.exit(128 + signal.SIGTERM)
         sys.exit(error.code or 1)  # a library that exits with 0 inside a run did not finish it
     except (DivergedError, ResumeError, ranks.RankError, OSError) as error:  # no bug, and a traceback tells no more
         sys.exit(f"error: {error}" if rank == 0 else 1)

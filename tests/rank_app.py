@@ -1,4 +1,4 @@
-"""scripts/train.py, with a rank that fails at step 2 as FAIL says (`rank,how,phase`), and with less patience."""
+"""scripts/train.py, with a rank that fails at step 2, or loading, as FAIL says (`rank,how,phase`); less patient."""
 
 import os
 import signal
@@ -14,11 +14,12 @@ import torch  # noqa: E402
 
 import train  # noqa: E402  (first: it finds the rest)
 from logitless import ranks  # noqa: E402
+from logitless.data import TextData  # noqa: E402
 from logitless.module import LanguageModel  # noqa: E402
 
 RANK, HOW, PHASE = os.environ["FAIL"].split(",")
 ranks.GRACE_S = 1.0
-training_step = LanguageModel.training_step
+training_step, train_dataloader = LanguageModel.training_step, TextData.train_dataloader
 
 
 def fail() -> None:
@@ -38,7 +39,7 @@ class FailsInBackward(torch.autograd.Function):
 
 
 def failing_step(self: LanguageModel, batch, batch_idx: int) -> torch.Tensor:
-    if self.global_step != 1:
+    if self.global_step != 1 or PHASE == "loading":
         return training_step(self, batch, batch_idx)
     if self.global_rank != int(RANK):
         if HOW == "hangs":  # the others, as NCCL does when a rank is gone
@@ -52,7 +53,13 @@ def failing_step(self: LanguageModel, batch, batch_idx: int) -> torch.Tensor:
     return FailsInBackward.apply(training_step(self, batch, batch_idx))
 
 
-LanguageModel.training_step = failing_step
+def failing_loader(self: TextData) -> object:
+    if PHASE == "loading" and self.trainer.global_rank == int(RANK):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return train_dataloader(self)
+
+
+LanguageModel.training_step, TextData.train_dataloader = failing_step, failing_loader
 main = hydra.main(config_path=str(ROOT / "conf"), config_name="train", version_base="1.3")(train.main.__wrapped__)
 
 if __name__ == "__main__":

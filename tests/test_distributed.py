@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -332,6 +333,8 @@ LOST = {"failed_rank": 1, "status": "error", "error": "connection closed"}
         ([LOST], [1, -9], (2, "error")),
         ([OOM], [1, -9], (1, "oom")),
         ([LOST], [1, 1], (1, "error")),
+        ([LOST], [1, 143], (2, "stopped")),
+        ([LOST], [1, -15], (2, "stopped")),
         ([], [3, -9], (2, "error")),
         ([], [143, None], (1, "stopped")),
         ([], [-15, None], (1, "stopped")),
@@ -506,6 +509,30 @@ def test_without_checkpoints_sigterm_to_any_rank_ends_all_at_once(tmp_path):
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["steps"]) == ("stopped", 1)
     assert record["error"].endswith("SIGTERM to rank 1")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_a_rank_that_starts_ends_all_at_once(rank, tmp_path):
+    result, seconds = run_app(tmp_path, f"{rank},terminated,loading", "trainer=ddp", "hydra.run.dir=run")
+    assert result.returncode == 143
+    assert seconds < 40  # less than the ranks would wait for each other
+    record = tiny.read_record(tmp_path / "run")
+    assert (record["status"], record["steps"]) == ("stopped", 0)
+
+
+def test_a_rank_that_was_started_a_moment_ago_ends_with_the_first(tmp_path):
+    """Before the watch has seen it, or it has asked to end with its parent."""
+    child = subprocess.Popen(["sleep", "100"])
+    strategy = SimpleNamespace(launcher=SimpleNamespace(procs=[child]))
+    trainer = SimpleNamespace(strategy=strategy, world_size=2, global_rank=0)
+    with pytest.raises(SystemExit), ranks.Watch(trainer, tmp_path, give_up=None):
+        raise SystemExit(143)
+    assert child.returncode == -signal.SIGKILL
+    code = "from logitless import processes; processes.die_with_parent(); print('lives')"
+    for parent, lives in ((os.getpid(), "lives\n"), (2**30, "")):
+        environment = os.environ | {processes.PARENT: str(parent), "PYTHONPATH": str(ROOT / "src")}
+        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert result.stdout == lives
 
 
 def test_a_sweep_goes_on_after_a_rank_that_is_out_of_memory(tmp_path):

@@ -209,6 +209,15 @@ def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path, gpt):
         load_checkpoint(tmp_path / "weights.pt", torch.device("cpu"))
 
 
+def test_a_checkpoint_with_other_weights_is_refused(tmp_path, gpt, tokenizer):
+    """As one from before a change of the model."""
+    checkpoint = checkpoint_of(gpt, tokenizer)
+    checkpoint["state_dict"]["gpt.of_old"] = checkpoint["state_dict"].pop("gpt.norm.weight")
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="of another model or an older version"):
+        load_checkpoint(tmp_path / "last.ckpt", torch.device("cpu"))
+
+
 class Trap:
     """Pickled, it is a call of os.mkdir: whoever unpickles it trustingly makes the folder."""
 

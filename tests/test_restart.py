@@ -16,7 +16,7 @@ import wandb
 from tiny import ROOT, compose, overrides, read_curve, read_record, tiny, train
 
 from logitless import checkpoints
-from logitless.checkpoints import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, Stopped, newest_checkpoint
+from logitless.checkpoints import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, ResumeError, Stopped, newest_checkpoint
 from logitless.config import check_resumed_config
 from logitless.loggers import CurveFile, read_rows
 from logitless.module import DivergedError, LanguageModel, warmup_cosine
@@ -225,6 +225,17 @@ def test_sigterm_after_the_last_step_ends_the_run_with_its_checkpoint(folder, tm
     record = read_record(tmp_path / "run")
     assert (record["status"], record["steps"], record["checkpoint_step"]) == ("stopped", 5, 5)
     assert record["val_loss"] == read_curve(tmp_path / "run", "val/loss")[5]
+
+
+def test_a_run_with_other_weights_is_not_resumed(folder, tmp_path):
+    """As one from before a change of the model."""
+    words = overrides(folder, *OPTIONS, "max_steps=2", "checkpoint_every=1")
+    train(compose(*words), tmp_path / "old")
+    checkpoint = torch.load(tmp_path / "old" / LAST_CHECKPOINT, weights_only=True)
+    checkpoint["state_dict"]["gpt.of_old"] = checkpoint["state_dict"].pop("gpt.norm.weight")
+    torch.save(checkpoint, tmp_path / "old" / LAST_CHECKPOINT)
+    with pytest.raises(ResumeError, match=r"older version: gpt\.norm\.weight, gpt\.of_old"):
+        train(compose(*words, "max_steps=4", f"resume={tmp_path / 'old'}"), tmp_path / "new")
 
 
 def damage_middle(file: Path) -> None:

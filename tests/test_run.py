@@ -265,12 +265,20 @@ def test_the_peak_of_a_step_is_the_same_at_step_3_and_at_step_10(tmp_path):
     assert one["cold_peak_live_tensor_gib"] == pytest.approx(peaks[1], rel=0.01)
 
 
+def terminated_during(error: Exception) -> SystemExit:
+    """What SIGTERM raises while `error` is handled: as torchrun sends it where one rank has lost another."""
+    terminated = SystemExit(143)
+    terminated.__context__ = error
+    return terminated
+
+
 FAILURES = [
     (ValueError("what went wrong"), "error", "what went wrong"),
     (RuntimeError("CUDA error: device-side assert triggered"), "error", "device-side assert"),
     (RuntimeError("CUDA out of memory, says a wrapper"), "error", "says a wrapper"),
     (SystemExit(0), "error", "SystemExit"),
     (SystemExit(3), "error", "SystemExit: 3"),
+    (terminated_during(RuntimeError("Connection reset")), "error", "RuntimeError: Connection reset"),
     (KeyboardInterrupt(), "error", "KeyboardInterrupt"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB"), "oom", "Tried to allocate 3 GiB"),
     (

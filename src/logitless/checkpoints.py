@@ -11,7 +11,7 @@ import sys
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,12 @@ def _damage(path: Path) -> str | None:
     return broken and f"checksum of {broken}"
 
 
-def step_of(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint has behind it."""
-    return torch.load(checkpoint, mmap=True, weights_only=True)["global_step"]
+def step_of(checkpoint: Path, weights: Collection[str]) -> int:
+    """The optimizer steps that a checkpoint has behind it; ResumeError if it has not the weights of these names."""
+    content = torch.load(checkpoint, mmap=True, weights_only=True)
+    if others := content["state_dict"].keys() ^ weights:
+        raise ResumeError(f"{checkpoint} is of another model or an older version: {', '.join(sorted(others)[:4])}")
+    return content["global_step"]
 
 
 @contextmanager
@@ -188,7 +191,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_start(self, trainer, module) -> None:
         self._step = trainer.global_step
-        self.heed_signals()
+        self._heed_signals()
         n_batches = self._step * trainer.accumulate_grad_batches
         # The validation that is due at this step ended with the former run, and Lightning would not repeat it.
         if self._step and module.validated_step != self._step and n_batches % trainer.val_check_batch == 0:
@@ -197,11 +200,7 @@ class Checkpoints(Checkpoint):
             validation.run()
             trainer.training = True
 
-    def on_validation_start(self, trainer, module) -> None:
-        self.heed_signals()
-
-    def heed_signals(self) -> None:
-        """Takes SIGTERM and SIGINT, the former from Lightning, which would talk to other ranks from inside a signal."""
+    def _heed_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in STOPS:
                 signal.signal(number, self._on_signal)

@@ -34,7 +34,7 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
     config, device, module, data = job.config, job.device, _module(job), _data(job)
     record |= {"n_parameters": module.gpt.n_parameters(), "head_share": module.gpt.head_share()}
     record["flops_per_token"] = module.gpt.flops_per_token(config["seq_len"])
-    record["first_step"] = 0 if job.checkpoint is None else step_of(job.checkpoint)
+    record["first_step"] = 0 if job.checkpoint is None else step_of(job.checkpoint, module.state_dict().keys())
     if config["compile"]:
         torch.compiler.reset()  # graphs of another run of this process would count against the limit of recompilations
         module.gpt.compile_parts()
@@ -71,10 +71,8 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
     try:
         with restoring_signal_handlers(), meter, fastest_attention(device), ranks.Watch(trainer, run_dir, give_up):
             trainer.fit(module, datamodule=data, ckpt_path=job.checkpoint, weights_only=True)
-            checkpoints.heed_signals()  # Lightning has restored the former handler
             if module.validated_step != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
-                checkpoints.heed_signals()
             checkpoints.save_at_end(trainer, module)
             largest = {name: _largest(trainer, value) for name, value in peaks.summary().items()}
             gpt = _whole(trainer, module)
@@ -152,8 +150,9 @@ def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list, 
         use_distributed_sampler=False,
         default_root_dir=run_dir,
     )
-    # Lightning would ask the first rank for a SIGTERM at each batch, and wait for the device. `Checkpoints` hears of
-    # signals, and ranks agree on them at points.
+    # `Checkpoints` hears of signals, and ranks agree on them at points. Lightning would talk to other ranks inside of a
+    # signal, and ask the first for one at each batch, for which it waits for the device.
+    trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     return trainer
 

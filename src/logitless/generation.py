@@ -29,7 +29,10 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[GPT, tokenizers.T
         raise ValueError(f"checkpoint={path} does not hold the hyper-parameters of a GPT: {parameters}")
     gpt = GPT(GPTConfig(**parameters["model"])).to(device)
     prefix = "gpt."
-    gpt.load_state_dict({k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items()})
+    try:
+        gpt.load_state_dict({k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items()})
+    except RuntimeError as error:
+        raise ValueError(f"checkpoint={path} is of another model or an older version: {error}") from error
     return gpt.eval(), tokenizer
 
 

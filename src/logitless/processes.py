@@ -17,6 +17,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 POLL_S = 0.02
 KILLED_S = 30.0  # how long a killed process may need to give back what it holds: a GPU's memory can take seconds
+PARENT = "LOGITLESS_PARENT"  # the variable in which a process leaves its number to those that it starts
 STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
@@ -83,8 +84,10 @@ def age_s() -> float:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when the one that started it ends."""
+    """Makes the kernel kill this process when the one that started it ends; ends it now if that one has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+        os._exit(1)
 
 
 def _die_with(libc: ctypes.CDLL, parent: int, signals: set) -> None:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from logitless.checkpoints import Stopped
 from logitless.memory import is_out_of_memory
-from logitless.processes import STOPS
+from logitless.processes import PARENT, STOPS
 
 EXTERNAL = "RANK", "SLURM_PROCID"  # set by torchrun, and by srun
 POLL_S = 0.5
@@ -132,6 +132,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self._is_needed:
+            os.environ[PARENT] = str(os.getpid())
             self._thread.start()
         return self
 
@@ -139,8 +140,10 @@ class Watch:
         self._is_over.set()
         if self._is_needed:
             self._thread.join()
+            del os.environ[PARENT]
         if kind is None:
             return
+        self._adopt_children()
         failure = self._cause(error)
         self._kill_children()
         if failure is None:
@@ -152,8 +155,8 @@ class Watch:
     def failure(self) -> dict | None:
         """The facts of another rank's failure: what it reported, or how it ended; None if all are well.
 
-        Where several failed: one that ran out of memory, else one that was killed, else the first to report. The others
-        have only lost their connection to it.
+        Where several failed: one that ran out of memory, else one that a signal ended, else the first to report. The
+        others have only lost their connection to it.
         """
         reports = reported_failures(self.run_dir)
         told = {report["failed_rank"] for report in reports}
@@ -166,7 +169,7 @@ class Watch:
             if report["status"] == "oom":
                 return report
         for number, code in sorted(silent, key=lambda rank: rank[1] > 0):
-            if code < 0 or not reports:
+            if code < 0 or code - 128 in STOPS or not reports:
                 facts = {"failed_rank": number, "status": "error", "error": f"ended with status {code} without a word"}
                 if (sent := -code if code < 0 else code - 128) in STOPS:
                     facts |= {"status": "stopped", "error": signal.Signals(sent).name}
@@ -178,7 +181,8 @@ class Watch:
         if not isinstance(error, RuntimeError) or is_out_of_memory(error) or not self._is_needed:
             return None
         deadline = time.monotonic() + CAUSE_S  # a connection is lost a moment before the process that held it has ended
-        while (failure := self.failure()) is None and time.monotonic() < deadline:
+        # A report may be of one that lost its connection to the rank that is the cause.
+        while ((failure := self.failure()) is None or failure["status"] == "error") and time.monotonic() < deadline:
             time.sleep(0.05)
         return failure
 

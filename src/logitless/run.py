@@ -13,7 +13,6 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from logitless import memory, ranks
 from logitless.checkpoints import SIGNALLED, Stopped
@@ -83,7 +82,10 @@ def _follow(job: Job, run_dir: Path) -> dict:
 def _outcome(error: BaseException, device: torch.device) -> dict:
     if isinstance(error, ranks.RankError):
         return error.facts
-    is_signal = isinstance(error, SIGTERMException) or (isinstance(error, SystemExit) and error.code in SIGNALLED)
+    is_exit = isinstance(error, SystemExit) and not isinstance(error, Stopped)
+    if is_exit and isinstance(error.__context__, RuntimeError):
+        error = error.__context__  # torchrun ended this rank while it looked for the cause of a lost connection
+    is_signal = isinstance(error, SystemExit) and error.code in SIGNALLED
     is_oom = memory.is_out_of_memory(error, device)
     return {"status": "oom" if is_oom else "stopped" if is_signal else "error", "error": _describe_error(error)}
 
