@@ -36,8 +36,8 @@ class StepProfile(pl.Callback):
     Not step 1, unless there is no other; of a resumed run those after its first.
 
     `milliseconds` then holds the mean of a step for each part: of kernels on a GPU, of operators on a CPU. `idle` is
-    what their sum leaves of the step: too little where kernels run at once, as communication does; on a CPU what Python
-    took. Profiled steps are slower.
+    what their sum leaves of the step: too little where kernels run at once, as communication does, and on a CPU without
+    the time that Python takes inside the optimizer's step. Profiled steps are slower.
 
     Args:
         model: its shape tells one product from another.
