@@ -32,7 +32,8 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[GPT, tokenizers.T
     try:
         gpt.load_state_dict({k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items()})
     except RuntimeError as error:
-        raise ValueError(f"checkpoint={path} is of another model or an older version: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"checkpoint={path} is of another model or an older version: {reason}") from error
     return gpt.eval(), tokenizer
 
 
