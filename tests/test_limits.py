@@ -122,6 +122,15 @@ def test_a_run_that_has_started_says_so_and_what_was_asked_of_it(tmp_path, monke
     assert '"seq_len": 8' in seen["line"]
 
 
+def ones(device: str, requires_grad: bool) -> torch.Tensor:
+    """A matrix of 64 MiB, on a GPU of 1 GiB, for which no cache has room."""
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # else it may be a part of a larger segment, whose rest nothing gives back
+    size = 2**12 if device == "cpu" else 2**14
+    return torch.ones(size, size, device=device, requires_grad=requires_grad)
+
+
 @contextmanager
 def nearly_full(device: str):
     """Leaves room for 16 MiB."""
@@ -160,9 +169,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 @pytest.mark.parametrize("needs_gradient", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_out_of_memory_is_recognised_in_forward_and_backward(is_compiled, needs_gradient, device, inductor):
-    """Of 64 MiB; on a GPU of 1 GiB, for which no cache has room."""
-    size = 2**12 if device == "cpu" else 2**14
-    large = torch.ones(size, size, device=device, requires_grad=needs_gradient)
+    large = ones(device, needs_gradient)
     step = torch.compile(torch.square) if is_compiled else torch.square
     loss = step(large).sum()  # compiles, with all the memory that this takes
     failing = loss.backward if needs_gradient else partial(step, large)
@@ -173,9 +180,7 @@ def test_out_of_memory_is_recognised_in_forward_and_backward(is_compiled, needs_
 
 @DEVICES
 def test_out_of_memory_is_recognised_in_the_first_optimizer_step(device):
-    """Of two states of 64 MiB, on a GPU of 1 GiB."""
-    size = 2**12 if device == "cpu" else 2**14
-    weight = torch.ones(size, size, device=device, requires_grad=True)
+    weight = ones(device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     adamw = torch.optim.AdamW([weight], fused=True)
     with nearly_full(device), pytest.raises(RuntimeError) as caught:
