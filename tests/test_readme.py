@@ -110,6 +110,11 @@ def test_the_tables_of_training_are_the_rows():
     for part in parts:
         milliseconds = [f"{ours['step_ms'][part]:.1f}" for _, ours in training_rows()]
         assert f"| {part} | {' | '.join(milliseconds)} |" in section
+    gains = []
+    for _, ours in training_rows():
+        batch, tokens, _ = map(int, ours["shape"].split("x"))
+        gains.append(1 - sum(ours["step_ms"].values()) / (1e3 * batch * tokens / ours["tokens_per_s"]))
+    assert f"took {100 * min(gains):.0f} to {max(gains):.0%} less than the mean" in section.replace("\n", " ")
     seconds = [ours["start_up_s"] for _, ours in training_rows()]
     assert f"The first step was done after {min(seconds):.0f} to {max(seconds):.0f} s" in section.replace("\n", " ")
 

@@ -37,7 +37,7 @@ class StepProfile(pl.Callback):
 
     `milliseconds` then holds the mean of a step for each part: of kernels on a GPU, of operators on a CPU. `idle` is
     what their sum leaves of the step: too little where kernels run at once, as communication does, and on a CPU without
-    the time that Python takes inside the optimizer's step. Profiled steps are slower.
+    the time that Python takes inside the optimizer's step. Profiling changes the steps' pace.
 
     Args:
         model: its shape tells one product from another.
