@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import triton
+from packaging import version
 from tiny import ROOT
 
 PROGRAM = ROOT / "tests" / "compile_ahead.py"
@@ -40,4 +42,6 @@ def test_kernels_compile_without_spills_for(backend, arch, warp_size, tmp_path):
         assert gemms == set()  # other GPUs go without it
     spilled = {line: int(line.split()[-2]) for line in lines}
     largest = {line: LARGEST_STACK if line.startswith(("_gemm", "_finish")) else 0 for line in lines}
+    if arch == "100" and version.parse(triton.__version__) >= version.parse("3.8"):
+        largest |= {line: 72 for line in lines if line.startswith("_gemm_kernel exponentials")}  # those with a bias
     assert [line for line in lines if spilled[line] > largest[line]] == []
