@@ -238,12 +238,24 @@ def test_a_run_with_other_weights_is_not_resumed(folder, tmp_path):
         train(compose(*words, "max_steps=4", f"resume={tmp_path / 'old'}"), tmp_path / "new")
 
 
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
 def damage_middle(file: Path) -> None:
-    with open(file, "r+b") as stream:
-        stream.seek(file.stat().st_size // 2)
-        byte = stream.read(1)
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte[0] ^ 1]))
+    flip(file, file.stat().st_size // 2)
+
+
+def damage_flags(file: Path) -> None:
+    """Of the first file in the archive's table, which then looks encrypted."""
+    flip(file, file.read_bytes().index(b"PK\x01\x02") + 8)
+
+
+def damage_compressed_size(file: Path) -> None:
+    """In the same place, which only PyTorch reads."""
+    flip(file, file.read_bytes().index(b"PK\x01\x02") + 20)
 
 
 def cut(file: Path) -> None:
@@ -254,7 +266,7 @@ def empty(file: Path) -> None:
     os.truncate(file, 0)
 
 
-@pytest.mark.parametrize("damage", [damage_middle, cut, empty])
+@pytest.mark.parametrize("damage", [damage_middle, damage_flags, damage_compressed_size, cut, empty])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued(damage, folder, whole, tmp_path, at, capsys):
     at(7, lambda: (_ for _ in ()).throw(RuntimeError("power cut")))
     with pytest.raises(RuntimeError, match="power cut"):
@@ -388,7 +400,7 @@ def test_a_run_without_a_finite_loss_stops_names_the_step_and_keeps_the_last_goo
     for name in (LAST_CHECKPOINT, PREVIOUS_CHECKPOINT):
         state = torch.load(tmp_path / "run" / name, weights_only=True)["state_dict"]
         assert all(value.isfinite().all() for value in state.values())
-    assert "no checkpoint at step 4: the weights are not finite" in capsys.readouterr().err
+    assert "no checkpoint at step 4: weights, loss or gradient not finite" in capsys.readouterr().err
 
 
 def test_fewer_steps_in_a_row_than_the_knob_says_stop_no_run(folder, tmp_path, monkeypatch):
@@ -411,8 +423,10 @@ def test_an_infinite_loss_counts_also_where_the_gradient_is_finite_but_only_in_a
         return loss
 
     monkeypatch.setattr(LanguageModel, "training_step", infinite)
+    options = (*OPTIONS, "nonfinite_steps=3", "log_every=1", "checkpoint_every=1")
     with pytest.raises(DivergedError, match="since step 4, 3 steps") if stops else nullcontext():
-        train(tiny(folder, *OPTIONS, "nonfinite_steps=3", "log_every=1"), tmp_path / "run")
+        train(tiny(folder, *options), tmp_path / "run")
+    assert read_record(tmp_path / "run")["checkpoint_step"] == (3 if stops else 8)
 
 
 REFUSED = ("seq_len=16", "batch_size=4", "accumulate=4", "seed=2", "model.width=32", "data.validation=3")

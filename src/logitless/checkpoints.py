@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import zipfile
-import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -108,12 +107,14 @@ def newest_checkpoint(run_dir: Path) -> Path:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by the checksums that it holds; None if nothing is."""
+    """What is wrong with a checkpoint, by the checksums that it holds and as it loads; None if nothing is."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
-        return str(error) or type(error).__name__
+        if broken is None:
+            torch.load(path, mmap=True, weights_only=True)
+    except Exception as error:  # of zipfile, zlib, pickle and torch: damage can look like anything
+        return (str(error) or type(error).__name__).splitlines()[0]
     return broken and f"checksum of {broken}"
 
 
@@ -142,8 +143,8 @@ class Checkpoints(Checkpoint):
 
     After one of these the run ends with a checkpoint as soon as the optimizer step is done that it is in, or the first
     one after a validation; with several processes at the next logged step, where they agree on it. A second SIGINT ends
-    it at once. A checkpoint that cannot be written is named on stderr, and training goes on. One whose weights are not
-    finite is not written.
+    it at once. A checkpoint that cannot be written is named on stderr, and training goes on. One whose weights, or last
+    step, are not finite is not written.
 
     Args:
         run_dir: the run's folder.
@@ -248,7 +249,7 @@ class Checkpoints(Checkpoint):
         module.write_point()  # that of this step is part of what the checkpoint counts
         step, self.files.error = trainer.global_step, None
         if not module.is_finite():
-            _tell(f"no checkpoint at step {step}: the weights are not finite; {self.last()}")
+            _tell(f"no checkpoint at step {step}: weights, loss or gradient not finite; {self.last()}")
             return
         trainer.save_checkpoint(self.path)
         if self.files.error is None:

@@ -37,7 +37,7 @@ def fit(job: Job, loggers: Loggers | None, run_dir: Path, record: dict, close: C
     record["first_step"] = 0 if job.checkpoint is None else step_of(job.checkpoint, module.state_dict().keys())
     if config["compile"]:
         torch.compiler.reset()  # graphs of another run of this process would count against the limit of recompilations
-        module.gpt.compile_parts()
+        module.gpt.compile_parts(device)
 
     meter = memory.meter(module, device, is_compiled=config["compile"])
     profile = StepProfile(module.gpt.config, min(config["val_every"], config["max_steps"]))
@@ -147,6 +147,7 @@ def _trainer(job: Job, loggers: Loggers | None, run_dir: Path, callbacks: list, 
         callbacks=[*callbacks, ProgressBar(refresh_rate=config["log_every"])],
         plugins=[files],
         enable_model_summary=False,
+        inference_mode=False,  # as validations between steps are: else the last one would be compiled anew
         use_distributed_sampler=False,
         default_root_dir=run_dir,
     )

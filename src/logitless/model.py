@@ -249,14 +249,16 @@ class GPT(nn.Module):
             return _in_autocast_dtype(vocab_shard.embedding(tokens, self.embedding.weight.to_local(), self.head.shard))
         return self.embedding(tokens)
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, device: torch.device) -> None:
         """Compiles embedding, blocks and last norm, each by itself: all blocks share one graph for a sequence length.
+
+        Not the embedding on a CPU, where threads would add up its gradient in an order that chance decides.
 
         Not their hooks (of sharding), nor an embedding that is cut with the head, nor the head, whose loss is one
         operator to a compiler. DDP's cutting of graphs, which would cut a block, is off for the whole process.
         """
         torch._dynamo.config.optimize_ddp = False
-        for part in (self.embedding, *self.blocks, self.norm):
+        for part in (*([] if device.type == "cpu" else [self.embedding]), *self.blocks, self.norm):
             part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
 
     def n_parameters(self) -> int:

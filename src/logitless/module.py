@@ -127,10 +127,14 @@ class LanguageModel(pl.LightningModule):
             raise DivergedError(f"loss or gradient norm not finite since step {first}, {n_steps} steps in a row")
 
     def is_finite(self) -> bool:
-        """Whether all weights of all ranks are numbers; waits for the device. All ranks must call it."""
+        """Whether all weights of all ranks are numbers, and so was the last step; waits for the device.
+
+        All ranks must call it.
+        """
         parts = [p.to_local() if isinstance(p, DTensor) else p for p in map(Tensor.detach, self.parameters())]
         largest = torch.nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
-        return self.trainer.strategy.reduce_boolean_decision(math.isfinite(largest), all=True)
+        is_finite = math.isfinite(largest) and not self._nonfinite
+        return self.trainer.strategy.reduce_boolean_decision(is_finite, all=True)
 
     def on_validation_epoch_start(self) -> None:
         self._val_sum, self._val_correct, self._val_tokens = 0.0, 0.0, 0
