@@ -324,6 +324,8 @@ def test_a_profiled_run_validates_after_its_last_step(strategy, runs_of):
 
 OOM = {"failed_rank": 1, "status": "oom", "error": "no memory"}
 LOST = {"failed_rank": 1, "status": "error", "error": "connection closed"}
+TOLD = {"failed_rank": 2, "status": "stopped", "error": "SIGTERM"}
+WAITED = [{"failed_rank": rank, "status": "error", "error": "Timed out waiting 45000ms"} for rank in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +342,9 @@ LOST = {"failed_rank": 1, "status": "error", "error": "connection closed"}
         ([], [-15, None], (1, "stopped")),
         ([], [-2, None], (1, "stopped")),
         ([], [130, None], (1, "stopped")),
+        ([LOST, TOLD], [1, None], (2, "stopped")),
+        (WAITED[1:], [None, None], (1, "error")),
+        (WAITED, [1, 1], (0, "error")),
     ],
 )
 def test_of_ranks_that_failed_the_cause_is_named(reports, codes, expected, tmp_path):
@@ -518,6 +523,17 @@ def test_sigterm_to_a_rank_that_starts_ends_all_at_once(rank, tmp_path):
     assert seconds < 40  # less than the ranks would wait for each other
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["steps"]) == ("stopped", 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_is_named_and_ended(rank, tmp_path):
+    options = ("trainer=ddp", "trainer.timeout_s=15", "hydra.run.dir=run")
+    result, seconds = run_app(tmp_path, f"{rank},stands,forward", *options)
+    assert result.returncode == {0: -signal.SIGKILL, 1: 1}[rank]
+    assert seconds < 60
+    record = tiny.read_record(tmp_path / "run")
+    assert (record["status"], record["failed_rank"]) == ("error", rank)
+    assert {0: "stands still", 1: "waited for in vain (rank 1)"}[rank] in record["error"]
 
 
 def test_a_rank_that_was_started_a_moment_ago_ends_with_the_first(tmp_path):

@@ -69,7 +69,7 @@ def group_members(group: int) -> list[int]:
     members = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, own_group, *_ = file.read_text().rpartition(")")[2].split()
+            state, _, own_group, *_ = _stat(file.parent.name)
         except (OSError, ValueError):  # it has just ended
             continue
         if int(own_group) == group and state not in "ZX":
@@ -77,10 +77,23 @@ def group_members(group: int) -> list[int]:
     return members
 
 
+def is_stopped(process: int) -> bool:
+    """Whether somebody has stopped the process, by SIGSTOP or in a debugger."""
+    try:
+        return _stat(process)[0] in "Tt"
+    except OSError:  # it has ended
+        return False
+
+
 def age_s() -> float:
     """Seconds since this process was started, before Python's first line."""
-    start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    start_ticks = _stat("self")[19]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start_ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(process: int | str) -> list[str]:
+    """What stands in /proc/PROCESS/stat after the name: state, parent, group, ..."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def die_with_parent() -> None:

@@ -7,6 +7,7 @@ run's folder, which rank 0 reads. Rank 0 may then be waiting for the dead rank, 
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,11 +25,13 @@ from omegaconf import DictConfig
 
 from logitless.checkpoints import Stopped
 from logitless.memory import is_out_of_memory
-from logitless.processes import PARENT, STOPS
+from logitless.processes import PARENT, STOPS, is_stopped
+from logitless.records import FILE_NAME, append_line, read_record
 
 EXTERNAL = "RANK", "SLURM_PROCID"  # set by torchrun, and by srun
 POLL_S = 0.5
 CAUSE_S = 2.0  # that the cause of a lost connection may need to show
+TIMED_OUT = re.compile(r"time[ds]? ?out", re.IGNORECASE)  # in what a rank says that waited for another in vain
 GRACE_S = 10.0  # that rank 0 has to notice by itself, as it does with gloo, and to write more into its record
 
 
@@ -126,6 +129,7 @@ class Watch:
     def __init__(self, trainer: pl.Trainer, run_dir: Path, give_up: Callable[[dict], None]):
         self.launcher, self.run_dir, self.give_up = trainer.strategy.launcher, run_dir, give_up
         self.children: list[Popen] = []
+        self._others = {*range(1, trainer.world_size)}
         self._is_needed = trainer.world_size > 1 and trainer.global_rank == 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -156,7 +160,7 @@ class Watch:
         """The facts of another rank's failure: what it reported, or how it ended; None if all are well.
 
         Where several failed: one that ran out of memory, else one that a signal ended, else the first to report. The
-        others have only lost their connection to it.
+        others have only lost their connection to it. Where all that report have waited in vain: one that does not.
         """
         reports = reported_failures(self.run_dir)
         told = {report["failed_rank"] for report in reports}
@@ -165,15 +169,18 @@ class Watch:
             for number, child in enumerate(self.children, start=1)
             if child.poll() and number not in told
         ]
-        for report in reports:
-            if report["status"] == "oom":
-                return report
+        for status in ("oom", "stopped"):
+            for report in reports:
+                if report["status"] == status:
+                    return report
         for number, code in sorted(silent, key=lambda rank: rank[1] > 0):
             if code < 0 or code - 128 in STOPS or not reports:
                 facts = {"failed_rank": number, "status": "error", "error": f"ended with status {code} without a word"}
                 if (sent := -code if code < 0 else code - 128) in STOPS:
                     facts |= {"status": "stopped", "error": signal.Signals(sent).name}
                 return facts
+        if reports and all(TIMED_OUT.search(report["error"]) for report in reports):
+            return _standing_still(self._others - told or {0}, reports[0]["error"])
         return reports[0] if reports else None
 
     def _cause(self, error: BaseException) -> dict | None:
@@ -184,6 +191,8 @@ class Watch:
         # A report may be of one that lost its connection to the rank that is the cause.
         while ((failure := self.failure()) is None or failure["status"] == "error") and time.monotonic() < deadline:
             time.sleep(0.05)
+        if failure is None and TIMED_OUT.search(str(error)):
+            return _standing_still(self._others, str(error))
         return failure
 
     def _kill_children(self) -> None:
@@ -206,3 +215,21 @@ class Watch:
     def _adopt_children(self) -> None:
         while getattr(self.launcher, "procs", None):
             self.children.append(self.launcher.procs.pop(0))
+
+
+def _standing_still(ranks: set[int], error: str) -> dict:
+    names = ", ".join(map(str, sorted(ranks)))
+    return {"failed_rank": min(ranks), "status": "error", "error": f"waited for in vain (rank {names}): {error}"}
+
+
+def is_child() -> bool:
+    """Whether the first rank has started this one, not torchrun or srun."""
+    return PARENT in os.environ
+
+
+def end_standing_parent(run_dir: Path) -> None:
+    """Ends the first rank, which has started this one, if somebody has stopped it, so that it cannot end by itself."""
+    if is_child() and is_stopped(parent := int(os.environ[PARENT])):
+        record = read_record(run_dir) | {"status": "error", "failed_rank": 0, "error": "stands still (SIGSTOP)"}
+        append_line({name: value for name, value in record.items() if name != "run_dir"}, run_dir / FILE_NAME)
+        os.kill(parent, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 import traceback
 import warnings
@@ -72,9 +73,14 @@ def _follow(job: Job, run_dir: Path) -> dict:
     record = {}
     try:
         fit(job, None, run_dir, record, partial(_close, loggers=None, run_dir=run_dir))
-    except Exception as error:
+    except BaseException as error:
         facts = _outcome(error, job.device) | {name: record.get(name) for name in ("step", "phase")}
-        ranks.report_failure(run_dir, ranks.rank(job.config["trainer"]), facts)
+        if facts["status"] == "stopped" and not isinstance(error, Stopped):
+            facts["error"] = signal.Signals(error.code - 128).name
+        # Whoever else starts ranks also signals them all when one has failed: such a signal is no cause.
+        if isinstance(error, Exception) or (ranks.is_child() and not isinstance(error, Stopped)):
+            ranks.report_failure(run_dir, ranks.rank(job.config["trainer"]), facts)
+        ranks.end_standing_parent(run_dir)
         raise
     return record
 
