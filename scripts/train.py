@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from logitless import processes
 from logitless.config import check_resumed_config
+from logitless.disk import outlive_a_full_disk
 from logitless.records import FILE_NAME
 from logitless.sweeps.sweeper import identity
 
@@ -117,4 +118,5 @@ def last_lines(record: dict, run_dir: Path) -> str:
 
 
 if __name__ == "__main__":
+    outlive_a_full_disk()
     main()

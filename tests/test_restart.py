@@ -18,9 +18,10 @@ from tiny import ROOT, compose, overrides, read_curve, read_record, tiny, train
 from logitless import checkpoints
 from logitless.checkpoints import LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, ResumeError, Stopped, newest_checkpoint
 from logitless.config import check_resumed_config
-from logitless.loggers import CurveFile, read_rows
+from logitless.loggers import CURVES, CurveFile, read_rows
 from logitless.module import DivergedError, LanguageModel, warmup_cosine
 from logitless.processes import STOPS
+from logitless.records import append_line
 
 OPTIONS = ("model.dropout=0.3", "accumulate=2", "max_steps=8", "checkpoint_every=2", "val_every=4", "lr=1e-2")
 TIMED = ("tokens_per_s", "memory/peak_live_tensor_gib")  # two runs never have the same
@@ -278,7 +279,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued(damage, f
     assert line.startswith(f"{tmp_path / 'cut' / LAST_CHECKPOINT} is damaged (")
     assert torch.load(tmp_path / "cut" / PREVIOUS_CHECKPOINT, weights_only=True)["global_step"] == 4
     damage(tmp_path / "cut" / PREVIOUS_CHECKPOINT)
-    with pytest.raises(ValueError, match="no whole"):
+    with pytest.raises(ValueError, match=r"no whole [^;]*$"):
+        newest_checkpoint(tmp_path / "cut")
+    append_line({"resume": "runs/first"}, tmp_path / "cut" / "record.jsonl")
+    with pytest.raises(ValueError, match=r"no whole .*; it continued runs/first, which you can continue again"):
         newest_checkpoint(tmp_path / "cut")
 
 
@@ -335,12 +339,17 @@ def test_a_trained_model_that_the_disk_does_not_take_is_an_error(folder, tmp_pat
 
 
 @pytest.mark.usefixtures("limited_files")
-def test_a_record_that_the_disk_does_not_take_is_printed(folder, tmp_path, at, capsys):
+def test_a_record_that_the_disk_does_not_take_is_printed_and_lost_points_are_counted(
+    folder, whole, tmp_path, at, capsys
+):
     at(3, lambda: limit_file_size(200))
     with pytest.raises(OSError, match="File too large"):
         train(tiny(folder, *OPTIONS), tmp_path / "run")
     limit_file_size(-1)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("what should stand in")]
+    lines = capsys.readouterr().err.splitlines()
+    n_lost = len(points(whole)) - len(points(tmp_path / "run"))
+    assert f"{tmp_path / 'run' / CURVES}: the last {n_lost} points are lost" in lines
+    (line,) = [line for line in lines if line.startswith("what should stand in")]
     assert json.loads(line.partition(": ")[2])["steps"] == 8
 
 

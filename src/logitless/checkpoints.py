@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from logitless.loggers import CurveFile, read_rows
 from logitless.processes import STOPS
+from logitless.records import read_record
 
 FOLDER = Path("checkpoints")
 LAST_CHECKPOINT = FOLDER / "last.ckpt"
@@ -101,8 +102,11 @@ def newest_checkpoint(run_dir: Path) -> Path:
             if damage is None:
                 return path
             print(f"{path} is damaged ({damage}): skipped", file=sys.stderr)
+    former = (read_record(run_dir) or {}).get("resume")
+    instead = f"; it continued {former}, which you can continue again" if former else ""
     raise ValueError(
-        f"resume={run_dir}: no whole {LAST_CHECKPOINT} there (a run writes its first after checkpoint_every steps)"
+        f"resume={run_dir}: no whole {LAST_CHECKPOINT} there "
+        f"(a run writes its first after checkpoint_every steps){instead}"
     )
 
 

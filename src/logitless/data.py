@@ -90,7 +90,8 @@ def _write_corpus(source: Source, settings: dict, folder: Path) -> None:
         tokenizer = train_bpe(source.documents("train"), settings["vocab_size"])
     else:
         tokenizer = from_hub(settings["repo"], settings["revision"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not its own way to save, which on a full disk raises a bare Exception.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
     meta: dict[str, str | int] = {"dtype": dtype.name}
     for split in ("train", "validation"):

@@ -42,7 +42,7 @@ class Loggers:
 
     def finish(self, summary: dict) -> None:
         """Closes W&B's run with `summary`; its exit code is 1 where the run did not end by itself."""
-        self.curve_file.save()
+        self.curve_file.close()
         if self._wandb is not None:
             try:
                 self._wandb.summary.update(summary)
@@ -123,6 +123,12 @@ class CurveFile(Logger):
             if not self._is_broken:
                 _tell(f"{self.path} cannot be written ({error.strerror}): its points wait in memory")
         self._is_broken = bool(self._waiting)
+
+    def close(self) -> None:
+        """Tries once more; says what was lost."""
+        self.save()
+        if self._waiting:
+            _tell(f"{self.path}: the last {len(self._waiting)} points are lost")
 
     def _widen(self, columns: list[str]) -> None:
         """Writes the file anew with more columns, beside the old one, which it replaces."""

@@ -1,0 +1,47 @@
+"""A disk that takes nothing: one clear line when a run starts, and nothing that ends it later."""
+
+import errno
+import io
+import sys
+import tempfile
+from pathlib import Path
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class _Lenient(io.FileIO):
+    """Loses what a full disk does not take."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return len(data)
+
+
+def outlive_a_full_disk() -> None:
+    """Makes what this process prints go missing while the disk that it goes to is full."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        stream.flush()
+        buffer = io.BufferedWriter(_Lenient(stream.fileno(), "wb", closefd=False))
+        options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+        setattr(sys, name, io.TextIOWrapper(buffer, **options, write_through=stream.write_through))
+
+
+class WritableFolder(Callback):
+    """Hydra's callback before a run, which ends with one line if its folder takes no file."""
+
+    def on_run_start(self, config: DictConfig, **_) -> None:
+        folder = Path(config.hydra.run.dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
+                stream.write(bytes(4096))
+        except OSError as error:
+            sys.exit(f"error: hydra.run.dir={folder}: {error.strerror}")
