@@ -533,7 +533,7 @@ def test_a_rank_that_stands_still_is_named_and_ended(rank, tmp_path):
     assert seconds < 60
     record = tiny.read_record(tmp_path / "run")
     assert (record["status"], record["failed_rank"]) == ("error", rank)
-    assert {0: "stands still", 1: "waited for in vain (rank 1)"}[rank] in record["error"]
+    assert {0: "stands still", 1: "others waited for 1 in vain"}[rank] in record["error"]
 
 
 def test_a_rank_that_was_started_a_moment_ago_ends_with_the_first(tmp_path):

@@ -116,7 +116,7 @@ def _damage(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
         if broken is None:
-            torch.load(path, mmap=True, weights_only=True)
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # of zipfile, zlib, pickle and torch: damage can look like anything
         return (str(error) or type(error).__name__).splitlines()[0]
     return broken and f"checksum of {broken}"
@@ -124,7 +124,7 @@ def _damage(path: Path) -> str | None:
 
 def step_of(checkpoint: Path, weights: Collection[str]) -> int:
     """The optimizer steps that a checkpoint has behind it; ResumeError if it has not the weights of these names."""
-    content = torch.load(checkpoint, mmap=True, weights_only=True)
+    content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
     if others := content["state_dict"].keys() ^ weights:
         raise ResumeError(f"{checkpoint} is of another model or an older version: {', '.join(sorted(others)[:4])}")
     return content["global_step"]

@@ -252,10 +252,9 @@ class GPT(nn.Module):
     def compile_parts(self, device: torch.device) -> None:
         """Compiles embedding, blocks and last norm, each by itself: all blocks share one graph for a sequence length.
 
-        Not the embedding on a CPU, where threads would add up its gradient in an order that chance decides.
-
-        Not their hooks (of sharding), nor an embedding that is cut with the head, nor the head, whose loss is one
-        operator to a compiler. DDP's cutting of graphs, which would cut a block, is off for the whole process.
+        Not their hooks (of sharding), nor the embedding on a CPU, where threads would add up its gradient in an order
+        that chance decides, nor one that is cut with the head, nor the head, whose loss is one operator to a compiler.
+        DDP's cutting of graphs, which would cut a block, is off for the whole process.
         """
         torch._dynamo.config.optimize_ddp = False
         for part in (*([] if device.type == "cpu" else [self.embedding]), *self.blocks, self.norm):

@@ -218,8 +218,8 @@ class Watch:
 
 
 def _standing_still(ranks: set[int], error: str) -> dict:
-    names = ", ".join(map(str, sorted(ranks)))
-    return {"failed_rank": min(ranks), "status": "error", "error": f"waited for in vain (rank {names}): {error}"}
+    names = " and ".join(map(str, sorted(ranks)))
+    return {"failed_rank": min(ranks), "status": "error", "error": f"others waited for {names} in vain: {error}"}
 
 
 def is_child() -> bool:
