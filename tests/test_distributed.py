@@ -352,9 +352,22 @@ def test_of_ranks_that_failed_the_cause_is_named(reports, codes, expected, tmp_p
         ranks.report_failure(tmp_path, report["failed_rank"], report)
     trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=None), world_size=3, global_rank=0)
     watch = ranks.Watch(trainer, tmp_path, give_up=None)
-    watch.children = [SimpleNamespace(poll=lambda code=code: code, returncode=code) for code in codes]
+    watch.children = [SimpleNamespace(poll=lambda code=code: code, returncode=code, pid=0) for code in codes]
     failure = watch.failure()
     assert (failure and (failure["failed_rank"], failure["status"])) == expected
+
+
+def test_of_ranks_that_failed_one_that_somebody_stopped_is_the_cause(tmp_path):
+    ranks.report_failure(tmp_path, 1, LOST)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=None), world_size=3, global_rank=0)
+    watch = ranks.Watch(trainer, tmp_path, give_up=None)
+    watch.children = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    assert watch.failure() == LOST
+    os.kill(watch.children[1].pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, watch.children[1].pid, os.WSTOPPED)
+    failure = watch.failure()
+    watch._kill_children()
+    assert (failure["failed_rank"], failure["status"]) == (2, "error")
 
 
 def test_a_run_of_another_number_of_ranks_is_not_resumed(runs_of, tmp_path):

@@ -259,6 +259,18 @@ def damage_compressed_size(file: Path) -> None:
     flip(file, file.read_bytes().index(b"PK\x01\x02") + 20)
 
 
+def mark_as_folder(file: Path) -> None:
+    """The first weights, in the archive's table: PyTorch would leave them as the memory was that they get."""
+    content = bytearray(file.read_bytes())
+    name = content.index(b"/data/0", content.index(b"PK\x01\x02"))
+    content[content.rindex(b"PK\x01\x02", 0, name) + 38] ^= checkpoints.IS_FOLDER
+    file.write_bytes(content)
+
+
+def something_else(file: Path) -> None:
+    torch.save({"state_dict": {}}, file)
+
+
 def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -267,7 +279,9 @@ def empty(file: Path) -> None:
     os.truncate(file, 0)
 
 
-@pytest.mark.parametrize("damage", [damage_middle, damage_flags, damage_compressed_size, cut, empty])
+@pytest.mark.parametrize(
+    "damage", [damage_middle, damage_flags, damage_compressed_size, mark_as_folder, something_else, cut, empty]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued(damage, folder, whole, tmp_path, at, capsys):
     at(7, lambda: (_ for _ in ()).throw(RuntimeError("power cut")))
     with pytest.raises(RuntimeError, match="power cut"):

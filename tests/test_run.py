@@ -14,7 +14,7 @@ from tiny import BACKENDS, ROOT, compose, read_curve, read_record, tiny, train
 from torch import Tensor
 
 from kernels import plan
-from logitless import fit, run
+from logitless import fit, ranks, run
 from logitless.generation import load_checkpoint
 from logitless.job import loss_plan, prepare
 from logitless.loggers import Loggers
@@ -265,11 +265,18 @@ def test_the_peak_of_a_step_is_the_same_at_step_3_and_at_step_10(tmp_path):
     assert one["cold_peak_live_tensor_gib"] == pytest.approx(peaks[1], rel=0.01)
 
 
-def terminated_during(error: Exception) -> SystemExit:
-    """What SIGTERM raises while `error` is handled: as torchrun sends it where one rank has lost another."""
+@pytest.mark.parametrize(("by_torchrun", "status"), [(True, "error"), (False, "stopped")])
+def test_sigterm_after_a_lost_connection_is_the_cause_unless_torchrun_sent_it(
+    by_torchrun, status, tmp_path, failing_step, monkeypatch
+):
+    monkeypatch.setattr(ranks, "is_started_externally", lambda: by_torchrun)
     terminated = SystemExit(143)
-    terminated.__context__ = error
-    return terminated
+    terminated.__context__ = RuntimeError("Connection reset")
+    failing_step(terminated, after=2)
+    with pytest.raises(SystemExit):
+        train(tiny(tmp_path), tmp_path / "run")
+    record = read_record(tmp_path / "run")
+    assert (record["status"], record["error"]) == (status, "RuntimeError: Connection reset")
 
 
 FAILURES = [
@@ -278,7 +285,6 @@ FAILURES = [
     (RuntimeError("CUDA out of memory, says a wrapper"), "error", "says a wrapper"),
     (SystemExit(0), "error", "SystemExit"),
     (SystemExit(3), "error", "SystemExit: 3"),
-    (terminated_during(RuntimeError("Connection reset")), "error", "RuntimeError: Connection reset"),
     (KeyboardInterrupt(), "error", "KeyboardInterrupt"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB"), "oom", "Tried to allocate 3 GiB"),
     (

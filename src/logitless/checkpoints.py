@@ -25,6 +25,8 @@ from logitless.processes import STOPS
 from logitless.records import read_record
 
 FOLDER = Path("checkpoints")
+PARTS = {"state_dict", "global_step", "world_size"}  # of a checkpoint, among others
+IS_FOLDER = 0x10  # in the attributes of an archive's entry, which PyTorch then does not read, and does not say so
 LAST_CHECKPOINT = FOLDER / "last.ckpt"
 PREVIOUS_CHECKPOINT = FOLDER / "previous.ckpt"
 SIGNALLED = {128 + number for number in STOPS}  # exit statuses
@@ -115,11 +117,13 @@ def _damage(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-        if broken is None:
-            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            folders = [entry.filename for entry in archive.infolist() if entry.external_attr & IS_FOLDER]
+        if broken or folders:
+            return f"checksum of {broken}" if broken else f"{folders[0]} is marked as a folder"
+        missing = PARTS - {*torch.load(path, map_location="cpu", mmap=True, weights_only=True)}
     except Exception as error:  # of zipfile, zlib, pickle and torch: damage can look like anything
         return (str(error) or type(error).__name__).splitlines()[0]
-    return broken and f"checksum of {broken}"
+    return f"without {', '.join(sorted(missing))}" if missing else None
 
 
 def step_of(checkpoint: Path, weights: Collection[str]) -> int:

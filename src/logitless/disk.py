@@ -1,4 +1,4 @@
-"""A disk that takes nothing: one clear line when a run starts, and nothing that ends it later."""
+"""A disk or a pipe that takes nothing: one clear line when a run starts, and nothing that ends it later."""
 
 import errno
 import io
@@ -9,27 +9,30 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE}
 
 
 class _Lenient(io.FileIO):
-    """Loses what a full disk does not take."""
+    """Loses what a full disk, or a pipe whose reader has ended, does not take."""
 
     def write(self, data) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in REFUSALS:
                 raise
             return len(data)
 
 
 def outlive_a_full_disk() -> None:
-    """Makes what this process prints go missing while the disk that it goes to is full."""
+    """Makes what this process prints go missing while the disk, or pipe, that it goes to does not take it."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if stream is None:  # closed when the process started
+            continue
         stream.flush()
-        buffer = io.BufferedWriter(_Lenient(stream.fileno(), "wb", closefd=False))
+        raw = _Lenient(stream.fileno(), "wb", closefd=False)
+        buffer = raw if stream.write_through else io.BufferedWriter(raw)
         options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
         setattr(sys, name, io.TextIOWrapper(buffer, **options, write_through=stream.write_through))
 
@@ -42,6 +45,6 @@ class WritableFolder(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
-                stream.write(bytes(4096))
+                stream.write(bytes(2**16))  # more than Hydra writes there
         except OSError as error:
             sys.exit(f"error: hydra.run.dir={folder}: {error.strerror}")

@@ -50,14 +50,18 @@ def cuts_vocabulary(trainer: dict) -> bool:
     return trainer.get("strategy") == "tp_vocab"
 
 
+def is_started_externally() -> bool:
+    """Whether torchrun or srun started this rank, as all others; else Lightning starts all but the first."""
+    return any(name in os.environ for name in EXTERNAL)
+
+
 def check(trainer: DictConfig, hydra_overrides: Sequence[str]) -> None:
     """Raises ValueError for ranks that would not find each other: on several machines, or in folders of their own."""
     if "strategy" not in trainer:
         return
-    is_started_externally = any(name in os.environ for name in EXTERNAL)  # else Lightning starts all but the first
-    if trainer.num_nodes > 1 and not is_started_externally:
+    if trainer.num_nodes > 1 and not is_started_externally():
         raise ValueError(f"trainer.num_nodes={trainer.num_nodes}: start it on each with torchrun, or with srun")
-    if is_started_externally and not any(override.startswith("hydra.run.dir=") for override in hydra_overrides):
+    if is_started_externally() and not any(override.startswith("hydra.run.dir=") for override in hydra_overrides):
         raise ValueError("give hydra.run.dir=FOLDER: all ranks of a run must have the same one")
 
 
@@ -179,9 +183,14 @@ class Watch:
                 if (sent := -code if code < 0 else code - 128) in STOPS:
                     facts |= {"status": "stopped", "error": signal.Signals(sent).name}
                 return facts
+        if reports and (stopped := self._stopped()):
+            return _standing_still(stopped, reports[0]["error"])
         if reports and all(TIMED_OUT.search(report["error"]) for report in reports):
             return _standing_still(self._others - told or {0}, reports[0]["error"])
         return reports[0] if reports else None
+
+    def _stopped(self) -> set[int]:
+        return {number for number, child in enumerate(self.children, start=1) if is_stopped(child.pid)}
 
     def _cause(self, error: BaseException) -> dict | None:
         # What a lost connection raises is a RuntimeError; other errors, and signals, all ranks have for themselves.
@@ -192,7 +201,7 @@ class Watch:
         while ((failure := self.failure()) is None or failure["status"] == "error") and time.monotonic() < deadline:
             time.sleep(0.05)
         if failure is None and TIMED_OUT.search(str(error)):
-            return _standing_still(self._others, str(error))
+            return _standing_still(self._stopped() or self._others, str(error))
         return failure
 
     def _kill_children(self) -> None:

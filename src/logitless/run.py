@@ -89,7 +89,7 @@ def _outcome(error: BaseException, device: torch.device) -> dict:
     if isinstance(error, ranks.RankError):
         return error.facts
     is_exit = isinstance(error, SystemExit) and not isinstance(error, Stopped)
-    if is_exit and isinstance(error.__context__, RuntimeError):
+    if is_exit and isinstance(error.__context__, RuntimeError) and ranks.is_started_externally():
         error = error.__context__  # torchrun ended this rank while it looked for the cause of a lost connection
     is_signal = isinstance(error, SystemExit) and error.code in SIGNALLED
     is_oom = memory.is_out_of_memory(error, device)
